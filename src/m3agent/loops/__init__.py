@@ -1,0 +1,24 @@
+"""Loops around a session: write code, render it, look at the picture, go on, until checks or a budget say stop.
+
+`refine` runs the loop; `SvgRenderer` (or any function from code to picture) draws, `PixelMatch` and rules judge,
+`Stop` ends it, and `report` turns the record of every step into a film strip.
+"""
+
+from m3agent.loops.checks import Check, PixelMatch
+from m3agent.loops.record import Step, Verdict, best_of
+from m3agent.loops.render import FunctionRenderer, Renderer
+from m3agent.loops.stop import Stop, StopRule
+from m3agent.loops.svg import SvgRenderer
+
+__all__ = [
+    "Check",
+    "FunctionRenderer",
+    "PixelMatch",
+    "Renderer",
+    "Step",
+    "Stop",
+    "StopRule",
+    "SvgRenderer",
+    "Verdict",
+    "best_of",
+]

@@ -1,0 +1,62 @@
+"""What a loop remembers: every step with its code, picture and score, and which of them is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from m3agent.media.image import Image
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one check says of one picture. `score` is 0 (nothing right) to 1 (all of it)."""
+
+    name: str
+    score: float
+    passed: bool
+    note: str = ""
+    difference: Image | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round: the code the model wrote, what came of it, and what it cost.
+
+    Attributes:
+        index: 0 for the first draft.
+        code: as the model wrote it.
+        image: the render; None when it failed, with the reason in `error`.
+        score: the mean over all checks, 0 to 1; 0 for a failed render, 1 without checks.
+        difference: where the picture departs from the target, if a check compares with one.
+        tokens: generated since the step before, the model's words around the call included.
+        seconds: wall time since the step before, generation and rendering together.
+    """
+
+    index: int
+    code: str
+    image: Image | None
+    error: str | None
+    score: float
+    checks: tuple[Verdict, ...]
+    tokens: int
+    seconds: float
+
+    @property
+    def difference(self) -> Image | None:
+        return next((verdict.difference for verdict in self.checks if verdict.difference is not None), None)
+
+    @property
+    def passed(self) -> bool:
+        """A picture that every check accepts. Without checks nothing can be accepted, so False."""
+        return self.image is not None and bool(self.checks) and all(verdict.passed for verdict in self.checks)
+
+
+def best_of(steps: Sequence[Step]) -> Step | None:
+    """The step with the highest score among those with a picture; of equals the first (without checks: the last)."""
+    drawn = [step for step in steps if step.image is not None]
+    if not drawn:
+        return None
+    if not any(step.checks for step in drawn):
+        return drawn[-1]
+    return max(drawn, key=lambda step: (step.passed, step.score, -step.index))
