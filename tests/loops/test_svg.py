@@ -26,9 +26,7 @@ def test_draws_on_white_at_the_size_asked_for():
 
 
 def test_another_aspect_is_fitted_into_the_middle():
-    wide = (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 10"><rect width="20" height="10" fill="blue"/></svg>'
-    )
+    wide = RED_SQUARE.replace("0 0 224 224", "0 0 112 56")
     rgb = SvgRenderer(size=(100, 100)).render(wide).rgb
     assert (rgb[25:75] == (255, 0, 0)).all()
     assert (rgb[:25] == 255).all()
