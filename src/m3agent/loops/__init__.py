@@ -1,12 +1,13 @@
 """Loops around a session: write code, render it, look at the picture, go on, until checks or a budget say stop.
 
 `refine` runs the loop; `SvgRenderer` (or any function from code to picture) draws, `PixelMatch` and rules judge,
-`Stop` ends it, and `report` turns the record of every step into a film strip.
+`Stop` ends it, and `film_strip` turns the record of every step into a page to look at.
 """
 
 from m3agent.loops.checks import Check, PixelMatch
-from m3agent.loops.record import Step, Verdict, best_of
+from m3agent.loops.record import Refinement, Step, Verdict, best_of
 from m3agent.loops.render import FunctionRenderer, Renderer
+from m3agent.loops.report import film_strip
 from m3agent.loops.stop import Stop, StopRule
 from m3agent.loops.svg import SvgRenderer
 
@@ -14,6 +15,7 @@ __all__ = [
     "Check",
     "FunctionRenderer",
     "PixelMatch",
+    "Refinement",
     "Renderer",
     "Step",
     "Stop",
@@ -21,4 +23,5 @@ __all__ = [
     "SvgRenderer",
     "Verdict",
     "best_of",
+    "film_strip",
 ]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from m3agent.media.image import Image
+
+if TYPE_CHECKING:
+    from m3agent.runtime.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,26 @@ class Step:
     def passed(self) -> bool:
         """A picture that every check accepts. Without checks nothing can be accepted, so False."""
         return self.image is not None and bool(self.checks) and all(verdict.passed for verdict in self.checks)
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """What came of a whole loop.
+
+    Attributes:
+        best: the step with the highest score, not the last one; None when nothing could be rendered.
+        steps: all of them, in order.
+        stopped: "passed", "no gain", "tokens", "seconds", "rounds", "answered" (the model ended by itself), or what
+            a stopping rule of one's own said.
+        text: the model's closing words, when it came to them.
+        usage: of all model calls of the loop together.
+    """
+
+    best: Step | None
+    steps: tuple[Step, ...]
+    stopped: str
+    text: str
+    usage: Usage
 
 
 def best_of(steps: Sequence[Step]) -> Step | None:
