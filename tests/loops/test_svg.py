@@ -43,14 +43,19 @@ def test_half_transparent_paint_is_laid_on_white():
     [
         ("", "empty"),
         (" \n", "empty"),
-        ("a red circle", "not a valid SVG"),
-        ('<svg xmlns="http://www.w3.org/2000/svg"><rect>', "not a valid SVG"),
-        ('<svg xmlns="http://www.w3.org/2000/svg"><rect width="1" height="1"/></g></svg>', "mismatched tag"),
+        ("a red circle", "unknown token at 1:1"),
+        ('<svg xmlns="http://www.w3.org/2000/svg"><rect>', "never closed"),
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg"><rect width="1" height="1"/></g></svg>',
+            "expected 'svg' tag, not 'g'",
+        ),
         ("<html><body/></html>", "root element is <html>"),
         ('<svg xmlns="http://www.w3.org/2000/svg" width="0" height="0"/>', "invalid size"),
         (SVG.format("<!-- -->" + " " * 200_000), "at most 200000"),
         ("<svg>\ud800</svg>", "lone surrogates"),
-        (SVG.format("\0"), "not a valid SVG"),
+        (SVG.format("\0"), "1:63"),
+        ("<svg xmlns='http://www.w3.org/2000/svg'><x:g/></svg>", "unknown namespace prefix"),
+        ("<svg><rect width='1' width='2'/></svg>", "'width'"),
     ],
 )
 def test_malformed_code_is_a_render_error_with_a_short_reason(code: str, reason: str):

@@ -80,13 +80,12 @@ def short(reason: str, limit: int = 200) -> str:
 
 
 def on_canvas(image: Image | PIL.Image.Image, size: tuple[int, int]) -> Image:
-    """The whole picture, scaled to fit, in the middle of a white canvas of (width, height) pixels."""
+    """The whole picture (opaque, RGB), scaled to fit, in the middle of a white canvas of (width, height) pixels."""
     picture = image if isinstance(image, PIL.Image.Image) else PIL.Image.fromarray(image.rgb)
     scale = min(size[0] / picture.width, size[1] / picture.height)
     fitted = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     if fitted != picture.size:
         picture = picture.resize(fitted, PIL.Image.Resampling.LANCZOS)
     canvas = PIL.Image.new("RGB", size, "white")
-    mask = picture if picture.mode == "RGBA" else None
-    canvas.paste(picture, ((size[0] - fitted[0]) // 2, (size[1] - fitted[1]) // 2), mask)
+    canvas.paste(picture, ((size[0] - fitted[0]) // 2, (size[1] - fitted[1]) // 2))
     return Image(canvas)

@@ -50,10 +50,14 @@ class SvgRenderer:
             RenderError: the SVG does not parse, refers to something outside, or takes too much to render.
         """
         check_code(code)
-        has_text = _inspect(code)
+        try:
+            has_text = _inspect(code)
+        except expat.ExpatError as error:
+            self._in_child(code, fonts=False)  # resvg's words, if it refuses too, name the fault and the place
+            raise RenderError(short(f"not well-formed: {error}")) from None
         png = self._in_child(code, fonts=has_text)
         with PIL.Image.open(io.BytesIO(png)) as picture:
-            return on_canvas(picture.convert("RGBA"), self.size)
+            return on_canvas(picture.convert("RGB"), self.size)
 
     def _in_child(self, code: str, *, fonts: bool) -> bytes:
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("svg_child.py")), _site_folder()]
@@ -65,7 +69,7 @@ class SvgRenderer:
         except UnicodeEncodeError:
             raise RenderError("the SVG has characters that are not text (lone surrogates)") from None
         if done.returncode == 3:
-            raise RenderError(short(f"not a valid SVG: {done.stderr.decode(errors='replace')}"))
+            raise RenderError(short(done.stderr.decode(errors="replace")))
         if done.returncode != 0 or not done.stdout:
             raise RenderError("the SVG takes too much memory or nesting to render")
         return done.stdout
@@ -79,7 +83,10 @@ def _site_folder() -> str:
 
 
 def _inspect(code: str) -> bool:
-    """Refuse what is not well-formed or reaches outside; tell whether the SVG has text (and so needs fonts)."""
+    """Refuse what reaches outside; tell whether the SVG has text, and so needs fonts.
+
+    Raises RenderError, and ExpatError for what is not well-formed.
+    """
     depth = 0
     has_text = False
 
@@ -88,7 +95,7 @@ def _inspect(code: str) -> bool:
         depth += 1
         element = name.rpartition(":")[2]
         if depth == 1 and element != "svg":
-            raise RenderError(f"not a valid SVG: the root element is <{short(name, 40)}>, not <svg>")
+            raise RenderError(f"the root element is <{short(name, 40)}>, not <svg>")
         if depth > DEPTH_LIMIT:
             raise RenderError(f"the SVG nests more than {DEPTH_LIMIT} elements")
         has_text = has_text or element == "text"
@@ -112,8 +119,6 @@ def _inspect(code: str) -> bool:
     parser.StartDoctypeDeclHandler = doctype
     try:
         parser.Parse(code, True)
-    except expat.ExpatError as error:
-        raise RenderError(f"not a valid SVG: {error}") from None
     except UnicodeEncodeError:
         raise RenderError("the SVG has characters that are not text (lone surrogates)") from None
     return has_text

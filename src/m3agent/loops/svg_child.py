@@ -27,7 +27,11 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     try:
         png = resvg_py.svg_to_bytes(
-            svg_string=code, width=int(width), height=int(height), skip_system_fonts=fonts == "no"
+            svg_string=code,
+            width=int(width),
+            height=int(height),
+            background="white",
+            skip_system_fonts=fonts == "no",
         )
     except ValueError as error:
         sys.stderr.write(str(error))
