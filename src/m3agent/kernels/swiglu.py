@@ -10,4 +10,5 @@ def swiglu_oai(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.
     """gate, up: the two halves of the projection, same shape; returns that shape."""
     gate = gate.clamp(max=limit)
     up = up.clamp(min=-limit, max=limit)
-    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    gate = gate * torch.sigmoid(alpha * gate)
+    return torch.addcmul(gate, up, gate)  # up · gate + gate

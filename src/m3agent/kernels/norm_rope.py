@@ -1,0 +1,28 @@
+"""Per-head Gemma RMSNorm and rotary embedding in one go, for all heads of q, k and the index branch together."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m3agent.kernels.rope import rope_table
+
+
+def paired_rope_table(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos twice and (−sin, sin), each [tokens, 1, rotary_dim] in float32: out = x · cos + swap(x) · sin."""
+    cos, sin = rope_table(positions, rotary_dim, theta)
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def norm_rope(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """x: [tokens, heads, d]; gain: [heads, d] float32, already 1 + weight; cos, sin: as from `paired_rope_table`.
+
+    The same as `gemma_rms_norm` followed by `apply_rope`, in float32 throughout with one cast at the end.
+    """
+    rotary = cos.shape[-1]
+    half = rotary // 2
+    y = F.rms_norm(x.float(), (x.shape[-1],), None, eps) * gain
+    swapped = torch.cat((y[..., half:rotary], y[..., :half]), dim=-1)
+    y[..., :rotary].mul_(cos).addcmul_(swapped, sin)
+    return y.to(x.dtype)

@@ -1,0 +1,29 @@
+"""Block-sparse attention over pages: each KV head's queries see only the blocks that its index head chose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from m3agent.kernels.attention import grouped_attention
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: Tensor, start: int) -> Tensor:
+    """Attention of query i (position start + i) over the keys j ≤ start + i of its selected blocks.
+
+    q: [n, heads, d]; k, v: [pages, block, kv_heads, d]; table: [blocks] page of each block; selected:
+    [n, kv_heads, width] block ids, −1 for none. Blocks that no query of the call chose are not read at all.
+    Returns [n, heads, d].
+    """
+    n, kv_heads, _ = selected.shape
+    block, blocks = k.shape[1], table.shape[0]
+    positions = torch.arange(start, start + n, device=q.device)
+    own = (positions // block)[:, None, None]
+    ids = torch.where(selected < 0, own, selected)  # the own block is always among them: naming it twice is no harm
+    keep = torch.zeros(n, kv_heads, blocks, dtype=torch.bool, device=q.device).scatter_(-1, ids, True)
+    used = keep.flatten(0, 1).any(0).nonzero().squeeze(1)  # [u] blocks that some query wants
+    keys = used[:, None] * block + torch.arange(block, device=q.device)  # [u, block] positions
+    visible = keys[None] <= positions[:, None, None]  # [n, u, block]
+    mask = (keep[:, :, used].transpose(0, 1).unsqueeze(-1) & visible).flatten(2)  # [kv_heads, n, u · block]
+    pages = table[used]
+    return grouped_attention(q, k[pages].flatten(0, 1), v[pages].flatten(0, 1), mask)

@@ -1,0 +1,72 @@
+"""What a forward pass takes: spans, each the next tokens of one sequence with the pages that hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from m3agent.model.pages import KVPages
+
+
+@dataclass
+class Span:
+    """The next n tokens of a sequence.
+
+    ids: [n] int64; start: how many tokens the pages hold already; table: [p] int64, page ids that cover start + n
+    tokens in order; media: (offset in the span, rows [m, hidden]) pairs that replace the embeddings of placeholders.
+    """
+
+    ids: Tensor
+    start: int
+    table: Tensor
+    media: list[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache after this span."""
+        return self.start + self.ids.shape[0]
+
+    @cached_property
+    def first_page(self) -> int | None:
+        """The first page id if the pages stand in a row, so that slices can replace gathers; else None."""
+        first, count = int(self.table[0]), self.table.shape[0]
+        if count == 1:
+            return first
+        if int(self.table[-1]) - first != count - 1:
+            return None
+        return first if bool((self.table.diff() == 1).all()) else None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A span's place in the batch (rows `begin` to `end`) and in the pages (`slots`: one flat slot a token)."""
+
+    span: Span
+    begin: int
+    end: int
+    slots: slice | Tensor
+
+
+def place(spans: list[Span], pages: KVPages) -> list[Placed]:
+    """Check the spans against the pages and find every token's slot. Raises ValueError on a span that cannot run."""
+    placed: list[Placed] = []
+    begin = 0
+    block = pages.block_size
+    for span in spans:
+        n = span.ids.shape[0]
+        if n == 0:
+            raise ValueError("a span needs at least one token")
+        if span.table.shape[0] * block < span.end:
+            raise ValueError(f"{span.table.shape[0]} pages of {block} tokens cannot hold {span.end} tokens")
+        if span.first_page is not None:
+            first = span.first_page * block + span.start
+            slots: slice | Tensor = slice(first, first + n)
+        else:
+            positions = torch.arange(span.start, span.end, device=span.table.device)
+            slots = span.table[positions // block] * block + positions % block
+        placed.append(Placed(span, begin, begin + n, slots))
+        begin += n
+    return placed

@@ -1,0 +1,101 @@
+"""A MiniMax-M3 model: the weights and the two passes over them, tokens to logits and pixels to embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m3agent.kernels.norm_rope import paired_rope_table
+from m3agent.model.batch import Span, place
+from m3agent.model.config import M3Config
+from m3agent.model.pages import KVPages
+from m3agent.model.text import decoder_layer, gained_norm
+from m3agent.model.vision import Grid, encode_patches
+from m3agent.model.weights import build_weights
+
+
+class M3Model:
+    """Weights on one device in one dtype. It holds no state of any conversation: that is all in the pages.
+
+    `tensors` maps released names to tensors (see `released_tensors`); they are copied. Raises CheckpointError for a
+    missing, extra or misshapen one. `fingerprint` is a hex digest of the config and the weights' contents.
+    """
+
+    def __init__(
+        self,
+        config: M3Config,
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config
+        self.weights = build_weights(config, tensors, dtype, device)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.fingerprint = self.weights.fingerprint
+        self._rope: tuple[Tensor, Tensor] = self._rope_table(1024)
+
+    @torch.inference_mode()
+    def forward(self, spans: list[Span], pages: KVPages, logits: Literal["last", "all"] = "last") -> list[Tensor]:
+        """Run the spans as one ragged batch; their keys and values are in the pages afterwards.
+
+        Returns float32 logits for each span: [1, vocab] of its last token, or [n, vocab] of all. Raises ValueError
+        for a span that its page table cannot hold or whose media rows do not fit.
+        """
+        t, w = self.config.text, self.weights
+        batch = place(spans, pages)
+        x = F.embedding(spans[0].ids if len(spans) == 1 else torch.cat([span.ids for span in spans]), w.embed)
+        for p in batch:
+            for offset, rows in p.span.media:
+                if offset < 0 or p.begin + offset + rows.shape[0] > p.end:
+                    raise ValueError(
+                        f"{rows.shape[0]} media rows at {offset} leave their span of {p.end - p.begin} tokens"
+                    )
+                x[p.begin + offset : p.begin + offset + rows.shape[0]] = rows.to(x.dtype)
+        rope = self._rope_rows(spans)
+        for layer, layer_weights in enumerate(w.layers):
+            x = decoder_layer(x, layer_weights, layer, t, rope, batch, pages)
+        if logits == "last" and x.shape[0] > len(batch):
+            x = x[torch.tensor([p.end - 1 for p in batch], device=x.device)]
+        out = F.linear(gained_norm(x, w.norm, t.rms_norm_eps), w.head).float()
+        return list(out.split([1 if logits == "last" else p.end - p.begin for p in batch]))
+
+    @torch.inference_mode()
+    def encode_media(self, pixels: Tensor, grids: list[Grid]) -> Tensor:
+        """Patch rows of images or of one film, [patches, 1176], and their (t, h, w) grids → [patches / 4, hidden].
+
+        Every grid is a segment of its own. Raises ValueError if rows and grids disagree or the model has no eyes.
+        """
+        vision, weights = self.config.vision, self.weights.vision
+        if vision is None or weights is None:
+            raise ValueError("this checkpoint has no vision tower")
+        merge = vision.spatial_merge_size
+        for t, h, w in grids:
+            if t < 1 or h < 1 or w < 1 or h % merge or w % merge:
+                raise ValueError(f"grid {(t, h, w)}: rows and columns must be positive multiples of {merge}")
+        patches = sum(t * h * w for t, h, w in grids)
+        if tuple(pixels.shape) != (patches, vision.patch_channels):
+            raise ValueError(f"pixels are {list(pixels.shape)}; the grids ask for {[patches, vision.patch_channels]}")
+        return encode_patches(pixels.to(self.device), grids, weights, vision)
+
+    def _rope_rows(self, spans: list[Span]) -> tuple[Tensor, Tensor]:
+        """cos and sin for every token of the batch, [tokens, 1, rotary]; the table grows as contexts do."""
+        longest = max(span.end for span in spans)
+        if longest > self._rope[0].shape[0]:
+            self._rope = self._rope_table(max(longest, 2 * self._rope[0].shape[0]))
+        cos, sin = self._rope
+        if len(spans) == 1:
+            return cos[spans[0].start : longest], sin[spans[0].start : longest]
+        return (
+            torch.cat([cos[span.start : span.end] for span in spans]),
+            torch.cat([sin[span.start : span.end] for span in spans]),
+        )
+
+    def _rope_table(self, positions: int) -> tuple[Tensor, Tensor]:
+        t = self.config.text
+        return paired_rope_table(torch.arange(positions, device=self.device), t.rotary_dim, t.rope_theta)

@@ -1,0 +1,229 @@
+"""The weights as the forward pass wants them: rows fused, experts stacked, norms as gains (1 + weight).
+
+Built from any mapping of released names to tensors, one tensor at a time, so that a checkpoint is never in memory
+twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m3agent.errors import CheckpointError
+from m3agent.model.config import M3Config, TextConfig
+from m3agent.model.released import released_config, released_tensors
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """qkv rows: [q | k | v], in sparse layers [q | k | index q | index k | v]; gains are float32."""
+
+    norm: Tensor  # [hidden]
+    qkv: Tensor
+    gain: Tensor  # [heads + kv_heads, head_dim]; one row for every normed head, index heads too if they are as wide
+    index_gain: Tensor | None  # [index_heads + 1, index_dim] where index heads have another width
+    out: Tensor  # [hidden, heads · head_dim]
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    gate_up: Tensor  # [2 · inner, hidden]
+    down: Tensor  # [hidden, inner]
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    router: Tensor  # [experts, hidden] float32
+    bias: Tensor  # [experts] float32
+    gate_up: Tensor  # [experts, 2 · inner, hidden]
+    down: Tensor  # [experts, hidden, inner]
+    shared: DenseWeights
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    attention: AttentionWeights
+    mlp_norm: Tensor  # [hidden]
+    mlp: DenseWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class VisionLayerWeights:
+    norm1: Linear
+    qkv: Linear  # [3 · width, width]
+    out: Linear
+    norm2: Linear
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True)
+class VisionWeights:
+    patch: Tensor  # [width, channels · frames · height · width]
+    pre_norm: Linear
+    layers: list[VisionLayerWeights]
+    projector: tuple[Linear, Linear]
+    merge: tuple[Linear, Linear]
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Tensor  # [vocab, hidden]
+    vision: VisionWeights | None
+    fingerprint: str
+
+
+@dataclass
+class Reader:
+    """Takes tensors by released name, checks their shapes, places them, and hashes what passes."""
+
+    config: M3Config
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.shapes = released_tensors(self.config)
+        self.digest = hashlib.blake2b(json.dumps(released_config(self.config), sort_keys=True).encode(), digest_size=16)
+
+    def take(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self.raw(name)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+
+    def raw(self, name: str) -> Tensor:
+        """One tensor as stored. The ends of every tensor enter the fingerprint: enough to tell trained models apart."""
+        try:
+            tensor = self.tensors[name]
+        except KeyError:
+            raise CheckpointError(
+                f"tensor {name!r} is missing; the config asks for {list(self.shapes[name])}"
+            ) from None
+        if tuple(tensor.shape) != self.shapes[name]:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(self.shapes[name])}"
+            )
+        flat = tensor.detach().reshape(-1)
+        ends = torch.cat((flat[:64], flat[-64:])).float().cpu()
+        self.digest.update(f"{name}{list(tensor.shape)}".encode() + ends.numpy().tobytes())
+        return tensor
+
+    def gain(self, name: str) -> Tensor:
+        return 1.0 + self.take(name, torch.float32)
+
+    def rows(self, *names: str) -> Tensor:
+        """Several weights under each other in one matrix, filled in place."""
+        sizes = [self.shapes[name][0] for name in names]
+        fused = torch.empty(sum(sizes), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
+        for part, name in zip(fused.split(sizes), names, strict=True):
+            part.copy_(self.raw(name))
+        return fused
+
+    def linear(self, at: str) -> Linear:
+        return Linear(self.take(at + ".weight"), self.take(at + ".bias"))
+
+
+def build_weights(
+    config: M3Config, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str
+) -> Weights:
+    """Raises CheckpointError for a tensor that is missing, misshapen or not of this model."""
+    r = Reader(config, tensors, dtype, torch.device(device))
+    extra = [name for name in tensors if name not in r.shapes and "mtp." not in name]
+    if extra:
+        raise CheckpointError(f"tensor {extra[0]!r} is not part of this model ({len(extra)} such in all)")
+    with torch.no_grad():
+        embed = r.take("language_model.model.embed_tokens.weight")
+        layers = [_layer(r, layer) for layer in range(config.text.num_hidden_layers)]
+        norm = r.gain("language_model.model.norm.weight")
+        head = r.take("language_model.lm_head.weight")
+        vision = _vision(r) if config.vision is not None else None
+    return Weights(embed, layers, norm, head, vision, r.digest.hexdigest())
+
+
+def _layer(r: Reader, layer: int) -> LayerWeights:
+    t, at = r.config.text, f"language_model.model.layers.{layer}."
+    attention = _attention(r, t, at, t.sparse_layers[layer])
+    mlp = _moe(r, t, at + "block_sparse_moe.") if t.moe_layers[layer] else _dense(r, at + "mlp.")
+    return LayerWeights(attention, r.gain(at + "post_attention_layernorm.weight"), mlp)
+
+
+def _attention(r: Reader, t: TextConfig, at: str, sparse: bool) -> AttentionWeights:
+    norm = r.gain(at + "input_layernorm.weight")
+    at += "self_attn."
+    names = [at + "q_proj.weight", at + "k_proj.weight"]
+    gain = torch.cat(
+        (
+            r.gain(at + "q_norm.weight").expand(t.num_attention_heads, -1),
+            r.gain(at + "k_norm.weight").expand(t.num_key_value_heads, -1),
+        )
+    )
+    index_gain = None
+    if sparse:
+        names += [at + "index_q_proj.weight", at + "index_k_proj.weight"]
+        query, key = r.gain(at + "index_q_norm.weight"), r.gain(at + "index_k_norm.weight")
+        index_gain = torch.cat((query.expand(t.index_heads, -1), key[None]))
+        if t.index_dim == t.head_dim:
+            gain, index_gain = torch.cat((gain, index_gain)), None
+    qkv = r.rows(*names, at + "v_proj.weight")
+    return AttentionWeights(norm, qkv, gain, index_gain, r.take(at + "o_proj.weight"))
+
+
+def _dense(r: Reader, at: str) -> DenseWeights:
+    return DenseWeights(r.rows(at + "gate_proj.weight", at + "up_proj.weight"), r.take(at + "down_proj.weight"))
+
+
+def _moe(r: Reader, t: TextConfig, at: str) -> MoeWeights:
+    inner, hidden = t.intermediate_size, t.hidden_size
+    gate_up = torch.empty(t.num_local_experts, 2 * inner, hidden, dtype=r.dtype, device=r.device)
+    down = torch.empty(t.num_local_experts, hidden, inner, dtype=r.dtype, device=r.device)
+    for expert in range(t.num_local_experts):
+        name = f"{at}experts.{expert}."
+        gate_up[expert, :inner].copy_(r.raw(name + "w1.weight"))
+        gate_up[expert, inner:].copy_(r.raw(name + "w3.weight"))
+        down[expert].copy_(r.raw(name + "w2.weight"))
+    return MoeWeights(
+        router=r.take(at + "gate.weight", torch.float32),
+        bias=r.take(at + "e_score_correction_bias", torch.float32),
+        gate_up=gate_up,
+        down=down,
+        shared=_dense(r, at + "shared_experts."),
+    )
+
+
+def _vision(r: Reader) -> VisionWeights:
+    assert r.config.vision is not None
+    at = "vision_tower.vision_model."
+    layers: list[VisionLayerWeights] = []
+    for layer in range(r.config.vision.num_hidden_layers):
+        here = f"{at}encoder.layers.{layer}."
+        parts = [f"{here}self_attn.{name}_proj" for name in "qkv"]
+        layers.append(
+            VisionLayerWeights(
+                norm1=r.linear(here + "layer_norm1"),
+                qkv=Linear(r.rows(*(p + ".weight" for p in parts)), r.rows(*(p + ".bias" for p in parts))),
+                out=r.linear(here + "self_attn.out_proj"),
+                norm2=r.linear(here + "layer_norm2"),
+                fc1=r.linear(here + "mlp.fc1"),
+                fc2=r.linear(here + "mlp.fc2"),
+            )
+        )
+    return VisionWeights(
+        patch=r.take(at + "embeddings.patch_embedding.weight").flatten(1),
+        pre_norm=r.linear(at + "pre_layrnorm"),
+        layers=layers,
+        projector=(r.linear("multi_modal_projector.linear_1"), r.linear("multi_modal_projector.linear_2")),
+        merge=(r.linear("patch_merge_mlp.linear_1"), r.linear("patch_merge_mlp.linear_2")),
+    )
