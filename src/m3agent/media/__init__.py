@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from m3agent.media.image import Image
 from m3agent.media.sniff import sniff
+from m3agent.media.video import Video
 
 if TYPE_CHECKING:
     from m3agent.media.pixels import Patches, PixelSpec, image_patches, size_rule, video_patches
 
-__all__ = ["Image", "Patches", "PixelSpec", "image_patches", "size_rule", "sniff", "video_patches"]
+__all__ = ["Image", "Patches", "PixelSpec", "Video", "image_patches", "size_rule", "sniff", "video_patches"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import io
 import os
@@ -27,11 +25,12 @@ from PIL import (
 )
 from PIL import Image as Pil
 from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema
 
-from m3agent.errors import ImageError
+from m3agent.errors import ImageError, MediaError
 from m3agent.media.files import read_file
 from m3agent.media.normalise import Colour, Pixels, array_to_rgb, picture_to_rgb
+from m3agent.media.plain import field_schema, from_base64, to_base64
 from m3agent.media.sniff import sniff
 
 MAX_PIXELS = 64_000_000
@@ -39,7 +38,7 @@ MAX_FILE_BYTES = 256 * 1024 * 1024
 
 # One decoder per sniffed format, called directly: `PIL.Image.open` would also try formats that run other programs
 # (EPS), and checks sizes against a limit of its own before telling what the size is.
-_DECODERS: dict[str, Callable[[io.BytesIO, str], Pil.Image]] = {
+DECODERS: dict[str, Callable[[io.BytesIO, str], Pil.Image]] = {
     "avif": AvifImagePlugin.AvifImageFile,
     "bmp": BmpImagePlugin.BmpImageFile,
     "gif": GifImagePlugin.GifImageFile,
@@ -98,7 +97,7 @@ class Image:
         background: str | Colour = "white",
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        self.background = _colour(background)
+        self.background = parse_colour(background, ImageError)
         self.max_pixels = max_pixels
         self._decoded: _Decoded | None = None
         self._source: Path | bytes | None = None
@@ -167,18 +166,15 @@ class Image:
             "type": "image",
             "name": os.path.basename(self.name),
             "background": "#{:02x}{:02x}{:02x}".format(*self.background),
-            "data": base64.b64encode(decoded.encoded or self.to_png()).decode("ascii"),
+            "data": to_base64(decoded.encoded or self.to_png()),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Image:
         """The image of `to_json`, decoded. Raises ImageError."""
-        try:
-            encoded = base64.b64decode(data["data"], validate=True)
-        except KeyError:
-            raise ImageError('image data need the entry "data": a picture file in base64') from None
-        except (binascii.Error, TypeError, ValueError) as error:
-            raise ImageError(f'the entry "data" of an image is not base64: {error}') from None
+        if not isinstance(data.get("data"), str):
+            raise ImageError('image data need the entry "data": a picture file in base64')
+        encoded = from_base64(data["data"], ImageError)
         image = cls(encoded, background=data.get("background", "white"))
         image.name = str(data.get("name", image.name))
         return image.load()
@@ -186,21 +182,7 @@ class Image:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """An Image can be a field of a pydantic model; in JSON it is the object of `to_json`."""
-
-        def read(data: dict[str, Any]) -> Image:
-            try:
-                return cls.from_json(data)
-            except ImageError as error:
-                raise ValueError(str(error)) from error
-
-        from_json = core_schema.no_info_after_validator_function(
-            read, core_schema.dict_schema(core_schema.str_schema(), core_schema.any_schema())
-        )
-        return core_schema.json_or_python_schema(
-            json_schema=from_json,
-            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), from_json]),
-            serialization=core_schema.plain_serializer_function_ser_schema(cls.to_json, when_used="json"),
-        )
+        return field_schema(cls)
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Image) else NotImplemented
@@ -237,12 +219,12 @@ class Image:
         source = self._source
         encoded = source if isinstance(source, bytes) else read_file(Path(self.name), MAX_FILE_BYTES, ImageError)
         kind = sniff(encoded)
-        if kind not in _DECODERS:
+        if kind not in DECODERS:
             raise ImageError(
                 f"{self.name}: not a picture ({kind}, {len(encoded)} bytes): {_HINTS.get(kind, 'unknown format')}"
             )
         try:
-            picture = _DECODERS[kind](io.BytesIO(encoded), "")
+            picture = DECODERS[kind](io.BytesIO(encoded), "")
             self._check_size(*picture.size, kind)
             # counted first: it may walk through the file, and leaves the picture at its first frame
             frames = _frame_count(picture)
@@ -262,13 +244,14 @@ class Image:
             )
 
 
-def _colour(colour: str | Colour) -> Colour:
+def parse_colour(colour: str | Colour, error: type[MediaError]) -> Colour:
+    """(r, g, b) of a colour name, "#rrggbb" or a triple; raises `error` for anything else."""
     try:
         parts = ImageColor.getrgb(colour) if isinstance(colour, str) else tuple(int(part) for part in colour)
     except (TypeError, ValueError):
         parts = ()
     if len(parts) != 3 or not all(0 <= part <= 255 for part in parts):
-        raise ImageError(f'background {colour!r} is not an opaque colour: use a name, "#rrggbb" or (r, g, b) in 0..255')
+        raise error(f'background {colour!r} is not an opaque colour: use a name, "#rrggbb" or (r, g, b) in 0..255')
     return parts[0], parts[1], parts[2]
 
 

@@ -55,7 +55,7 @@ class PixelSpec:
 
         A missing file or entry means the released value. `min_pixels` and `max_pixels` count at the top level or inside
         a `size` object, also as `shortest_edge` and `longest_edge`; a `size` list is not used. Those for films are read
-        from video_preprocessor_config.json, or from the top level of preprocessor_config.json when that file is missing.
+        from video_preprocessor_config.json or, if that file is missing, the top level of preprocessor_config.json.
         Raises ConfigError for an entry that cannot be meant.
         """
         folder = Path(folder)

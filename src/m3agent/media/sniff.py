@@ -18,6 +18,8 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"OggS", "ogg"),
     (b"FLV\x01", "flv"),
     (b"\x00\x00\x01\xba", "mpeg"),
+    (b"0&\xb2u\x8ef\xcf\x11", "asf"),
+    (b"YUV4MPEG2 ", "y4m"),
     (b"%PDF", "pdf"),
     (b"PK\x03\x04", "zip"),
     (b"\x1f\x8b", "gzip"),
@@ -41,6 +43,10 @@ def sniff(data: bytes) -> str:
         if brand in (b"avif", b"avis"):
             return "avif"
         return "heif" if brand in (b"heic", b"heix", b"mif1", b"hevc") else "mp4"
+    if data[4:8] in (b"moov", b"mdat", b"wide", b"free", b"skip"):  # QuickTime before it had a brand
+        return "mp4"
+    if data[:1] == b"G" and data[188:189] == b"G":
+        return "mpegts"
     if len(data) > 2 and data[:1] == b"P" and data[1:2] in b"123456" and data[2:3].isspace():
         return "ppm"
     return _sniff_text(data[:1024])
