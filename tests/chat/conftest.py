@@ -1,0 +1,71 @@
+"""A toy byte-level BPE with MiniMax-M3's 61 control tokens behind its own vocabulary, and a stand-in for patches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from tokenizers import AddedToken, Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
+
+from m3agent.chat import Tokenizer
+
+CONTROL = """
+]!p~[ <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <reponame> <filename> <gh_stars> <issue_start> <issue_comment>
+<issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output> <commit_before>
+<commit_msg> <commit_after> ]~b] [e~[ ]!d~[ <function_call> <code_interpreter> ]<]speech[>[ ]<]image[>[ ]<]video[>[
+]<]start_of_speech[>[ ]<]end_of_speech[>[ ]<]start_of_image[>[ ]<]end_of_image[>[ ]<]start_of_video[>[
+]<]end_of_video[>[ ]<]vision_pad[>[ ]~!b[ <jupyter_error> <add_file> <delete_file> <rename_file> <edit_file>
+<commit_message> <empty_source_file> <repo_struct> <code_context> <file_content> <source_files> <pr_start>
+<review_comment> <filepath> <file_sep> <think> </think> <tool_call> </tool_call> ]<]frame[>[ ]<]start_of_frame[>[
+]<]end_of_frame[>[ <|content_altered_placeholder|> ]<]minimax[>[ <mm:think> </mm:think>
+""".split()
+# The bracketed names hold spaces where this list, which is split at them, has underscores.
+CONTROL = [text.replace("_", " ") if text.startswith("]<]") else text for text in CONTROL]
+NOT_SPECIAL = ("<tool_call>", "</tool_call>", "]<]minimax[>[", "<mm:think>", "</mm:think>")
+
+LINES = [
+    "The tide in Bodø turns at 02:10; the tool answers with <response>high</response> and a picture.",
+    "def draw(width, height):\n    return f'<svg viewBox=\"0 0 {width} {height}\">'\n",
+    '<invoke name="render"><code>user developer system tool assistant ai</code></invoke>',
+    "think thinking mm:think tool_call minimax image start of image end of image e~ ~b ~!b",
+]
+
+
+@dataclass(frozen=True)
+class FakePatches:
+    """What the chat format needs to know of a picture or film."""
+
+    kind: str
+    tokens: int
+    tokens_per_frame: int = 0
+    timestamps: tuple[float, ...] | None = None
+
+
+def tokenizer_json() -> str:
+    bpe = Bpe(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(LINES * 8, trainer)
+    for text in CONTROL:
+        bpe.add_tokens([AddedToken(text, special=text not in NOT_SPECIAL, normalized=False)])
+    return bpe.to_str()
+
+
+@pytest.fixture(scope="session")
+def toy_json() -> str:
+    return tokenizer_json()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(toy_json: str) -> Tokenizer:
+    return Tokenizer(toy_json)
+
+
+@pytest.fixture(scope="session")
+def naive(toy_json: str) -> Bpe:
+    """The same file as an ordinary library reads it: added tokens are matched in any text."""
+    return Bpe.from_str(json.dumps(json.loads(toy_json)))
