@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from m3agent.errors import MissingDependency, VideoError
 from m3agent.media.image import DECODERS
 from m3agent.media.normalise import Colour, Pixels, picture_to_rgb
+from m3agent.media.sniff import sniff
 
 # What FFmpeg may be given. Its probing also knows playlists, which name other files and addresses; those stay out.
 CONTAINERS = frozenset({"mp4", "matroska", "avi", "ogg", "flv", "mpeg", "mpegts", "asf", "y4m"})
@@ -27,7 +28,7 @@ Frame = tuple[float, Pixels]
 _ROUNDING = 0.002  # seconds: containers round frame times to their own clock, often a millisecond
 
 
-def read_film(path: Path, name: str, max_pixels: int, warnings: list[str]) -> Iterator[Frame]:
+def read_film(path: Path, name: str, max_pixels: int, warnings: list[str]) -> Generator[Frame]:
     """Frames of a container file, turned as its display matrix says. What goes wrong on the way is added to `warnings`.
 
     Times are index / rate where the file's own times agree with that, otherwise the file's own.
@@ -50,7 +51,7 @@ def read_film(path: Path, name: str, max_pixels: int, warnings: list[str]) -> It
         capture.release()
 
 
-def _captured(capture: Any, cv2: Any, warnings: list[str]) -> Iterator[Frame]:
+def _captured(capture: Any, cv2: Any, warnings: list[str]) -> Generator[Frame]:
     rate = capture.get(cv2.CAP_PROP_FPS)
     rate = float(rate) if math.isfinite(rate) and rate > 0 else 0.0
     announced = capture.get(cv2.CAP_PROP_FRAME_COUNT)
@@ -76,28 +77,29 @@ def _time(index: int, rate: float, stamp: float, last: float) -> float:
 
 
 def read_animation(
-    encoded: bytes, kind: str, name: str, background: Colour, max_pixels: int, warnings: list[str]
-) -> Iterator[Frame]:
+    encoded: bytes, name: str, background: Colour, max_pixels: int, warnings: list[str]
+) -> Generator[Frame]:
     """Frames of an animated picture, each fully composed; times are the sums of the durations before.
 
     A duration of 0 counts as 0.1 s, which is how browsers show it. Raises VideoError when not even the header is sound.
     """
     try:
-        picture = DECODERS[kind](io.BytesIO(encoded), "")
+        picture = DECODERS[sniff(encoded)](io.BytesIO(encoded), "")
         count = int(getattr(picture, "n_frames", 1))
     except Exception as error:  # the decoders raise nearly anything on damaged data
-        raise VideoError(f"{name}: {kind} data that cannot be decoded: {error}") from error
+        raise VideoError(f"{name}: {sniff(encoded)} data that cannot be decoded: {error}") from error
     if picture.width * picture.height > max_pixels:
         raise VideoError(
             f"{name}: frames of {picture.width}x{picture.height} are over the limit of {max_pixels} pixels"
         )
+    first = 1 if getattr(picture, "default_image", False) else 0  # an APNG's picture for viewers that cannot animate
     time = 0.0
-    for index in range(count):
+    for index in range(first, count):
         try:
             picture.seek(index)
             frame = picture_to_rgb(picture, background)
         except Exception as error:
-            warnings.append(f"{index} of {count} frames could be decoded, then: {error}")
+            warnings.append(f"{index - first} of {count - first} frames could be decoded, then: {error}")
             return
         yield time, frame
         time += (picture.info.get("duration") or 100) / 1000

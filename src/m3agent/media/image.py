@@ -165,6 +165,7 @@ class Image:
         return {
             "type": "image",
             "name": os.path.basename(self.name),
+            "max_pixels": self.max_pixels,
             "background": "#{:02x}{:02x}{:02x}".format(*self.background),
             "data": to_base64(decoded.encoded or self.to_png()),
         }
@@ -175,7 +176,7 @@ class Image:
         if not isinstance(data.get("data"), str):
             raise ImageError('image data need the entry "data": a picture file in base64')
         encoded = from_base64(data["data"], ImageError)
-        image = cls(encoded, background=data.get("background", "white"))
+        image = cls(encoded, background=data.get("background", "white"), max_pixels=data.get("max_pixels", MAX_PIXELS))
         image.name = str(data.get("name", image.name))
         return image.load()
 

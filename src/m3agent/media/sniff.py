@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-PICTURES = frozenset({"png", "jpeg", "gif", "webp", "bmp", "tiff", "avif", "ppm"})
-
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "png"),
     (b"\xff\xd8\xff", "jpeg"),

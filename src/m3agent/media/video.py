@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class Video:
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` reads: the original file in base64, or each frame of a sequence as a PNG."""
         decoded = self._data()
-        data: dict[str, Any] = {"type": "video", "name": os.path.basename(self.name)}
+        data: dict[str, Any] = {"type": "video", "name": os.path.basename(self.name), "max_frames": self.max_frames}
         if decoded.encoded is None:
             pictures = [to_base64(Image(frame).to_png()) for frame in decoded.frames]
             return {**data, "frames": pictures, "timestamps": decoded.timestamps}
@@ -143,11 +144,13 @@ class Video:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Video:
         """The film of `to_json`, decoded. Raises VideoError."""
+        limit = data.get("max_frames", MAX_FRAMES)
         if isinstance(data.get("data"), str):
             encoded = from_base64(data["data"], VideoError)
-            film = cls(encoded, fps=data.get("fps", 1.0), background=data.get("background", "white"))
+            background = data.get("background", "white")
+            film = cls(encoded, fps=data.get("fps", 1.0), background=background, max_frames=limit)
         elif isinstance(data.get("frames"), list):
-            film = cls([Image(from_base64(text, VideoError)) for text in data["frames"]])
+            film = cls([Image(from_base64(text, VideoError)) for text in data["frames"]], max_frames=limit)
             film._decoded = _with_times(film._data(), data.get("timestamps"))
         else:
             raise VideoError('video data need the entry "data" (a film in base64) or "frames" (a list of pictures)')
@@ -182,14 +185,15 @@ class Video:
         kind = sniff(encoded)
         warnings: list[str] = []
         if kind in ANIMATIONS:
-            frames = read_animation(encoded, kind, self.name, self.background, MAX_PIXELS, warnings)
-            kept = self._keep(frames, warnings)
+            with closing(read_animation(encoded, self.name, self.background, MAX_PIXELS, warnings)) as frames:
+                kept = self._keep(frames, warnings)
         elif kind in CONTAINERS:
             # from the bytes that were checked and will be saved, not from a path whose file may change meanwhile
             with tempfile.TemporaryDirectory(prefix="m3agent-") as folder:
                 path = Path(folder, "film")
                 path.write_bytes(encoded)
-                kept = self._keep(read_film(path, self.name, MAX_PIXELS, warnings), warnings)
+                with closing(read_film(path, self.name, MAX_PIXELS, warnings)) as frames:
+                    kept = self._keep(frames, warnings)
         else:
             hint = "a still picture: use m3agent.Image" if kind in ("jpeg", "bmp", "tiff", "ppm") else "not a film"
             raise VideoError(f"{self.name}: {hint} ({kind}, {len(encoded)} bytes)")
