@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Bpe
 
 from m3agent.chat import Tokenizer
 
-CONTROL = """
-]!p~[ <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <reponame> <filename> <gh_stars> <issue_start> <issue_comment>
-<issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output> <commit_before>
-<commit_msg> <commit_after> ]~b] [e~[ ]!d~[ <function_call> <code_interpreter> ]<]speech[>[ ]<]image[>[ ]<]video[>[
-]<]start_of_speech[>[ ]<]end_of_speech[>[ ]<]start_of_image[>[ ]<]end_of_image[>[ ]<]start_of_video[>[
-]<]end_of_video[>[ ]<]vision_pad[>[ ]~!b[ <jupyter_error> <add_file> <delete_file> <rename_file> <edit_file>
-<commit_message> <empty_source_file> <repo_struct> <code_context> <file_content> <source_files> <pr_start>
-<review_comment> <filepath> <file_sep> <think> </think> <tool_call> </tool_call> ]<]frame[>[ ]<]start_of_frame[>[
-]<]end_of_frame[>[ <|content_altered_placeholder|> ]<]minimax[>[ <mm:think> </mm:think>
-""".split()
-# The bracketed names hold spaces where this list, which is split at them, has underscores.
-CONTROL = [text.replace("_", " ") if text.startswith("]<]") else text for text in CONTROL]
+CONTROL: list[str] = json.loads((Path(__file__).parent / "data" / "control_tokens.json").read_text())
 NOT_SPECIAL = ("<tool_call>", "</tool_call>", "]<]minimax[>[", "<mm:think>", "</mm:think>")
 
 LINES = [

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from m3agent.chat import ChatCall, ChatMessage, MediaPart, Text, encode, render, render_next, segments_to_text
-from m3agent.errors import ConversationError, ToolDefinitionError
+from m3agent.chat import ChatCall, ChatMessage, MediaPart, render, render_next, segments_to_text
+from m3agent.errors import ConversationError
 
 from .conftest import FakePatches
 

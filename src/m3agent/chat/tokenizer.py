@@ -73,7 +73,7 @@ class Tokenizer:
     def _encode(self, text: str) -> tuple[int, ...]:
         try:
             ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
+        except TypeError:  # what the library raises for a string with lone surrogates
             clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             ids = self._plain.encode(clean, add_special_tokens=False).ids
         # The plain tokenizer knows no control token; an id of one means that tokenizer.json is not what it seems.
