@@ -1,0 +1,63 @@
+"""What a checkpoint itself says about generating: its generation_config.json and its special tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m3agent.chat import Tokenizer
+from m3agent.errors import CheckpointError, ConfigError
+from m3agent.runtime.sampling import Sampling
+
+END_OF_MESSAGE, ROLE_START, DOCUMENT_START = "[e~[", "]~b]", "]~!b["
+THINKING_MODES = ("adaptive", "enabled", "disabled")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """generation_config.json; what it does not say is what MiniMax-M3's API documents.
+
+    thinking_mode: "adaptive", "enabled", "disabled", or None where the file has no such entry.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    do_sample: bool = True
+    thinking_mode: str | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Defaults:
+        """Raises CheckpointError for a file that is no JSON object, ConfigError for a value that cannot be meant."""
+        path = folder / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            raw: Any = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{path}: not a JSON object")
+        defaults = cls(**{name: raw[name] for name in cls.__dataclass_fields__ if raw.get(name) is not None})
+        if defaults.thinking_mode not in (None, *THINKING_MODES):
+            raise ConfigError("thinking_mode", f"{defaults.thinking_mode!r} is none of {', '.join(THINKING_MODES)}")
+        try:
+            defaults.sampling()
+        except (ValueError, TypeError) as error:
+            raise ConfigError("generation_config.json", str(error)) from error
+        return defaults
+
+    def sampling(self) -> Sampling:
+        """These settings for a call: greedy when the file says do_sample false."""
+        if not self.do_sample:
+            return Sampling(temperature=0.0)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+
+def stop_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """What ends a reply: the end of a message, and, should a model run over it, a new role or document."""
+    others = (tokenizer.control[text] for text in (ROLE_START, DOCUMENT_START) if text in tokenizer.control)
+    return frozenset((tokenizer.control_id(END_OF_MESSAGE), *others))

@@ -1,0 +1,255 @@
+"""The step loop: one worker thread owns the model and the pages, and serves all requests of a runtime."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from m3agent.errors import ContextOverflow, RuntimeClosed, SessionBusy
+from m3agent.model.batch import Span
+from m3agent.model.m3 import M3Model
+from m3agent.model.pages import KVPages
+from m3agent.runtime.features import FeatureCache
+from m3agent.runtime.kv import BlockTable, PagePool
+from m3agent.runtime.request import Ended, Request, Token
+from m3agent.runtime.sampling import choose
+from m3agent.runtime.scheduler import CHUNK, Work, plan
+from m3agent.runtime.usage import Stats
+
+
+class Engine:
+    """Starts its thread at once. `submit`, `close_table`, `drop`, `stop` and `stats` may be called from any thread."""
+
+    def __init__(self, model: M3Model, pages: KVPages, *, context: int) -> None:
+        self.pool = PagePool(pages.pages)
+        self.page_tokens = pages.block_size
+        self.context = context
+        self._model = model
+        self._pages = pages
+        self._features = FeatureCache(model.encode_media)
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
+        self._lock = threading.Lock()
+        self._busy: dict[int, Request] = {}  # by id of the table
+        self._active: list[Request] = []
+        self.stopped = False
+        self._steps = self._computed = self._recomputed = self._output = 0
+        self._thread = threading.Thread(target=self._work, name="m3agent-engine", daemon=True)
+        self._thread.start()
+        # A daemon thread inside torch while the interpreter goes down can crash it: end it before.
+        atexit.register(self.stop_and_wait)
+
+    def new_table(self) -> BlockTable:
+        return BlockTable(self.pool, self.page_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Hand a request to the worker, and its table until the request has ended.
+
+        Raises RuntimeClosed when the runtime or the sequence is closed, SessionBusy when the table has a request.
+        """
+        with self._lock:
+            if self.stopped:
+                raise RuntimeClosed("the runtime is closed")
+            if request.table.closed:
+                raise RuntimeClosed("the sequence is closed")
+            if id(request.table) in self._busy:
+                raise SessionBusy("this sequence generates already; fork it, or wait for the first call")
+            self._busy[id(request.table)] = request
+            self._inbox.put(request)
+
+    def close_table(self, table: BlockTable) -> None:
+        """Give a sequence's pages back: now, or, while a request runs on it, at the end of the running step."""
+        with self._lock:
+            if table.closed:
+                return
+            table.closed = True
+            running = self._busy.get(id(table))
+            if running is None:
+                table.release()
+            else:
+                running.cancel()
+
+    def drop(self, table: BlockTable) -> None:
+        """`close_table` for finalizers, which may run in any thread at any point: it is done a little later."""
+        self._dropped.append(table)
+
+    def reap(self) -> None:
+        """Close the tables that were dropped."""
+        while self._dropped:
+            try:
+                table = self._dropped.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self.close_table(table)
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A copy of an idle table, on the same pages."""
+        with self._lock:
+            if self.stopped or table.closed:
+                raise RuntimeClosed("the runtime is closed" if self.stopped else "the sequence is closed")
+            if id(table) in self._busy:
+                raise SessionBusy("this sequence generates; fork it before or after")
+            return table.fork()
+
+    def stats(self) -> Stats:
+        self.reap()
+        return Stats(
+            total_pages=self.pool.total,
+            used_pages=self.pool.used,
+            page_tokens=self.page_tokens,
+            active_requests=len(self._busy),
+            steps=self._steps,
+            computed_tokens=self._computed,
+            recomputed_tokens=self._recomputed,
+            output_tokens=self._output,
+        )
+
+    def stop(self) -> None:
+        """End the worker after its running step; every request ends with RuntimeClosed. Does not wait.
+
+        Takes no lock, so that a finalizer may call it.
+        """
+        self.stopped = True
+        self._inbox.put(None)
+
+    def stop_and_wait(self) -> None:
+        """`stop`, then wait until the worker has ended: as long as one step takes."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        error: BaseException = RuntimeClosed("the runtime was closed")
+        try:
+            with torch.inference_mode():
+                while self._receive():
+                    self._step()
+        except BaseException as failure:  # a fault of the engine itself: nobody may wait for it forever
+            error = failure
+        finally:
+            self._shut(error)
+
+    def _shut(self, error: BaseException) -> None:
+        with self._lock:
+            self.stopped = True
+            left = list(self._busy.values())
+        for request in left:
+            self._end(request, "error", error)
+        del self._model, self._pages, self._features  # the memory goes back now, whoever still holds a sequence
+        atexit.unregister(self.stop_and_wait)
+
+    def _receive(self) -> bool:
+        """Take in new requests, waiting for one when there is nothing to do; False when the engine was stopped."""
+        wait = not self._active
+        while not self.stopped:
+            try:
+                request = self._inbox.get(block=wait)
+            except Empty:
+                break
+            if request is not None:
+                self._admit(request)
+            wait = not self._active
+        self.reap()
+        for request in [request for request in self._active if request.cancelled]:
+            self._end(request, "cancelled")
+        return not self.stopped
+
+    def _admit(self, request: Request) -> None:
+        tokens, room = request.prompt, self.pool.total * self.page_tokens
+        self._active.append(request)
+        if tokens > self.context:
+            problem = f"the prompt of {tokens} tokens is longer than the model's context of {self.context}"
+            self._end(request, "error", ContextOverflow(problem))
+        elif tokens > room:
+            problem = f"the prompt of {tokens} tokens is larger than the whole KV cache of {room}; raise cache_tokens"
+            self._end(request, "error", ContextOverflow(problem))
+        elif not request.pending:
+            assert request.logits is not None
+            self._sample(request, request.logits)
+
+    def _step(self) -> None:
+        """One pass through the model: prepare the work, run it as one batch, choose a token where a prompt is done."""
+        work: list[Work] = []
+        spans: list[Span] = []
+        for piece in plan(self._active, CHUNK):
+            span = self._span(piece)
+            if span is not None:
+                work.append(piece)
+                spans.append(span)
+        if not work:
+            return
+        self._steps += 1
+        for piece, logits in zip(work, self._forward(work, spans), strict=True):
+            if logits is None:
+                continue
+            request = piece.request
+            prefill = not request.made
+            again = request.advance(piece.count)
+            if prefill:
+                self._computed += piece.count
+                self._recomputed += again
+            if not request.pending and not request.cancelled:
+                self._sample(request, logits[-1].to("cpu", torch.float32))
+
+    def _span(self, piece: Work) -> Span | None:
+        """Pages and picture rows for one piece of work; None when that failed, which ends this request alone."""
+        request, table = piece.request, piece.request.table
+        start, end = table.cached, table.cached + piece.count
+        try:
+            if end > self.context:
+                raise ContextOverflow(f"the model's context of {self.context} tokens is full")
+            media = self._features.inside(request.runs, start, end) if request.runs else []
+            table.reserve(end, self._pages.copy_page)
+            ids = torch.tensor(request.pending[: piece.count], device=self._model.device)
+            return Span(ids, start, table.tensor(self._model.device), media)
+        except Exception as error:
+            self._end(request, "error", error)
+            return None
+
+    def _forward(self, work: list[Work], spans: list[Span]) -> list[Tensor | None]:
+        """The logits of every span. When the batch fails, each span is tried alone and only the faulty ones end."""
+        try:
+            return list(self._model.forward(spans, self._pages))
+        except Exception as error:
+            if len(work) == 1:
+                self._end(work[0].request, "error", error)
+                return [None]
+        return [self._forward([piece], [span])[0] for piece, span in zip(work, spans, strict=True)]
+
+    def _sample(self, request: Request, logits: Tensor) -> None:
+        limit = request.sampling.max_tokens
+        if limit == 0:
+            self._end(request, "length", logits=logits)
+            return
+        try:
+            token, logprob = choose(logits.numpy(), request.sampling, request.random)
+        except Exception as error:
+            self._end(request, "error", error)
+            return
+        self._output += 1
+        request.emit(Token(token, logprob))
+        if token in request.stop:
+            self._end(request, "stop")
+        elif request.made == limit:
+            self._end(request, "length")
+
+    def _end(
+        self, request: Request, finish: str, error: BaseException | None = None, logits: Tensor | None = None
+    ) -> None:
+        """Let go of the request's sequence and tell its reader."""
+        if request in self._active:
+            self._active.remove(request)
+        with self._lock:
+            self._busy.pop(id(request.table), None)
+            request.ended = True
+            if request.table.closed:
+                request.table.release()
+                error = error or RuntimeClosed("the sequence was closed")
+            else:
+                request.table.trim()
+        request.mailbox.put(Ended(finish, error, logits))

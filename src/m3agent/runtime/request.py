@@ -1,0 +1,96 @@
+"""One call of generate, as the worker sees it: what is to be computed, what came of it, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from m3agent.runtime.features import MediaRun
+from m3agent.runtime.kv.table import BlockTable
+from m3agent.runtime.mailbox import Mailbox
+from m3agent.runtime.sampling import Sampling, generator
+from m3agent.runtime.usage import Usage
+
+
+class Token(NamedTuple):
+    """A generated token. logprob: its natural log-probability under the model itself (temperature 1, no cut)."""
+
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last thing a request's mailbox receives; from then on the worker does not touch the sequence.
+
+    finish: "stop" (a stop token), "length" (max_tokens), "cancelled" or "error". logits: those behind the prompt,
+    float32 [vocab], when no token was asked for.
+    """
+
+    finish: str
+    error: BaseException | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """The worker alone changes it, but for `cancelled`, which anyone may set, and `taken`, which the reader counts."""
+
+    table: BlockTable
+    pending: list[int]  # the ids at positions table.cached and on
+    runs: list[MediaRun]
+    sampling: Sampling
+    stop: frozenset[int]
+    logits: Tensor | None = None  # behind the last token, [vocab], when nothing is pending
+    mailbox: Mailbox[Token | Ended] = field(default_factory=Mailbox)
+    cancelled: bool = False
+    ended: bool = False  # the worker has let go of the table
+    taken: int = 0  # tokens that the reader took out of the mailbox
+
+    def __post_init__(self) -> None:
+        self.random = generator(self.sampling.seed)
+        self.reused = self.table.cached
+        self.prompt = self.table.cached + len(self.pending)
+        self.computed = self.recomputed = self.media_tokens = self.made = 0
+        self.began = time.perf_counter()
+        self.first_at = self.last_at = 0.0
+
+    def cancel(self) -> None:
+        """Ask the worker to stop; it does within one step. May be called from anywhere, a finalizer too."""
+        self.cancelled = True
+
+    def advance(self, count: int) -> int:
+        """The first `count` pending tokens are in the cache now; returns how many of them had been there before."""
+        start, end = self.table.cached, self.table.cached + count
+        again = self.table.advance(count)
+        if not self.made:
+            self.computed += count
+            self.recomputed += again
+            self.media_tokens += sum(max(0, min(r.end, end) - max(r.start, start)) for r in self.runs)
+        del self.pending[:count]
+        return again
+
+    def emit(self, token: Token) -> None:
+        self.last_at = time.perf_counter()
+        if not self.made:
+            self.first_at = self.last_at
+        self.made += 1
+        self.pending = [token.id]
+        self.mailbox.put(token)
+
+    def usage(self) -> Usage:
+        """What was used so far; output tokens are those that were taken, since only they are in the log."""
+        return Usage(
+            prompt_tokens=self.prompt,
+            reused_tokens=self.reused,
+            computed_tokens=self.computed,
+            recomputed_tokens=self.recomputed,
+            output_tokens=self.taken,
+            media_tokens=self.media_tokens,
+            prefill_seconds=(self.first_at or time.perf_counter()) - self.began,
+            decode_seconds=self.last_at - self.first_at,
+            first_tokens=min(self.taken, 1),
+        )

@@ -1,0 +1,189 @@
+"""`Runtime`: a loaded model with its KV cache, its worker thread, and what belongs to its checkpoint."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import torch
+
+from m3agent.chat import Tokenizer
+from m3agent.errors import CheckpointError, RuntimeClosed
+from m3agent.media.pixels import PixelSpec
+from m3agent.model import KVPages, M3Config, M3Model, load_model, resolve
+from m3agent.runtime.defaults import Defaults, stop_tokens
+from m3agent.runtime.engine import Engine
+from m3agent.runtime.sequence import Sequence
+from m3agent.runtime.usage import Stats
+
+EMBEDDED = Path(__file__).parent.parent / "nano"
+CACHE_BYTES = 1 << 30  # on the CPU, where untouched pages take no memory; on a GPU a share of what is free
+CACHE_SHARE = 0.8
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What this way of running a model can do; other backends may say False."""
+
+    fork: bool = True  # sequences that share their past
+    exact_reuse: bool = True  # no token is computed twice
+    logits: bool = True
+    images: bool = True
+    video: bool = True
+
+
+class Runtime:
+    """Open one with `Runtime.open`; it serves any number of tasks, under asyncio and under trio, one after another."""
+
+    def __init__(
+        self,
+        model: M3Model,
+        tokenizer: Tokenizer,
+        *,
+        pixels: PixelSpec | None,
+        defaults: Defaults,
+        cache_tokens: int | None = None,
+    ) -> None:
+        self.config: M3Config = model.config
+        self.fingerprint: str = model.fingerprint
+        self.tokenizer = tokenizer
+        self.pixels = pixels
+        self.defaults = defaults
+        self.can = Capabilities(images=pixels is not None, video=pixels is not None)
+        self.stop_tokens = stop_tokens(tokenizer)
+        self.placeholders = {"image": self.config.image_token_id, "video": self.config.video_token_id}
+        self.merge = pixels.merge if pixels is not None else 1
+        pages = _page_count(model, cache_tokens)
+        self.engine = Engine(
+            model,
+            KVPages.allocate(self.config, pages, model.dtype, model.device),
+            context=self.context_length,
+        )
+        weakref.finalize(self, self.engine.stop).atexit = False
+
+    @staticmethod
+    def open(
+        model: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        cache_tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> Opening:
+        """`async with Runtime.open(…) as runtime:` or `runtime = await Runtime.open(…)`, then `await runtime.close()`.
+
+        model: a checkpoint folder, a hub id "org/name", or None for the m3-nano inside the package. device: None
+        takes a GPU where there is one. dtype: None is float32 on the CPU and bfloat16 on a GPU. cache_tokens: the
+        size of the KV cache, shared by all sequences; None takes what the device has room for. progress(done, total,
+        tensor name), in bytes, is called in the loading thread.
+        Awaiting raises CheckpointError, ConfigError, MissingDependency. Being cancelled stops the loading.
+        """
+        return Opening(lambda watch: _load(model, device, dtype, cache_tokens, watch), progress)
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that one sequence can hold."""
+        return self.config.text.max_position_embeddings
+
+    @property
+    def closed(self) -> bool:
+        return self.engine.stopped
+
+    def sequence(self) -> Sequence:
+        """An empty token log. Raises RuntimeClosed."""
+        if self.closed:
+            raise RuntimeClosed("the runtime is closed")
+        return Sequence(self)
+
+    def stats(self) -> Stats:
+        """Pages, requests and sums at this moment."""
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        """End the running calls with RuntimeClosed and free the memory. From any task, as often as you like."""
+        self.engine.stop()
+        await anyio.to_thread.run_sync(self.engine.stop_and_wait)
+
+    async def __aenter__(self) -> Runtime:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):  # as long as one step
+            await self.close()
+
+
+class Opening:
+    """A runtime that is to be opened: await it, or enter it."""
+
+    def __init__(self, load: Callable[[Progress], Runtime], progress: Progress | None) -> None:
+        self._load = load
+        self._progress = progress
+        self._runtime: Runtime | None = None
+
+    def __await__(self) -> Generator[Any, None, Runtime]:
+        return self._open().__await__()
+
+    async def _open(self) -> Runtime:
+        return await anyio.to_thread.run_sync(self._load, self._watch)
+
+    def _watch(self, done: int, total: int, name: str) -> None:
+        anyio.from_thread.check_cancelled()
+        if self._progress is not None:
+            self._progress(done, total, name)
+
+    async def __aenter__(self) -> Runtime:
+        self._runtime = await self._open()
+        return self._runtime
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._runtime is not None
+        await self._runtime.__aexit__(kind, error, trace)
+
+
+def _load(
+    name: str | Path | None,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    cache_tokens: int | None,
+    progress: Progress,
+) -> Runtime:
+    """Small files first: what is wrong with them is said before the weights are read."""
+    if name is None and not (EMBEDDED / "config.json").is_file():
+        raise CheckpointError("this copy of m3agent holds no m3-nano; name a checkpoint: Runtime.open('folder')")
+    folder = EMBEDDED if name is None else resolve(name)
+    config = M3Config.load(folder)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.size > config.text.vocab_size:
+        problem = f"{folder}: tokenizer.json has {tokenizer.size} ids, the model's vocabulary {config.text.vocab_size}"
+        raise CheckpointError(problem)
+    defaults = Defaults.from_folder(folder)
+    pixels = PixelSpec.from_folder(folder) if config.vision is not None else None
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded = load_model(folder, device=where, dtype=dtype, progress=progress)
+    return Runtime(loaded, tokenizer, pixels=pixels, defaults=defaults, cache_tokens=cache_tokens)
+
+
+def _page_count(model: M3Model, cache_tokens: int | None) -> int:
+    block = model.config.text.block_size
+    if cache_tokens is not None:
+        if cache_tokens < 1:
+            raise ValueError(f"cache_tokens must be at least 1, not {cache_tokens}")
+        return -(-cache_tokens // block)
+    budget = CACHE_BYTES
+    if model.device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(model.device)[0] * CACHE_SHARE)
+    fits = budget // KVPages.bytes_per_page(model.config, model.dtype)
+    return max(1, min(fits, 8 * -(-model.config.text.max_position_embeddings // block)))

@@ -1,0 +1,217 @@
+"""A token log with its pages: append to it, generate from it, fork it, close it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import anyio
+from torch import Tensor
+
+from m3agent.errors import RuntimeClosed, SessionBusy
+from m3agent.media.pixels import Patches
+from m3agent.runtime.features import MediaRun, place
+from m3agent.runtime.kv import BlockTable
+from m3agent.runtime.request import Ended, Request, Token
+from m3agent.runtime.sampling import Sampling
+from m3agent.runtime.usage import Usage
+
+if TYPE_CHECKING:
+    from m3agent.runtime.runtime import Runtime
+
+
+class Sequence:
+    """Made by `Runtime.sequence()`. The log only grows; what was computed for it is never computed again.
+
+    For one task at a time; other sequences of the runtime generate at the same time. A sequence that is forgotten
+    gives its pages back, `close` does so at once.
+    """
+
+    def __init__(self, runtime: Runtime, table: BlockTable | None = None) -> None:
+        self._runtime = runtime
+        self._engine = runtime.engine
+        self._table = table or self._engine.new_table()
+        self._tokens: list[int] = []
+        self._runs: list[MediaRun] = []
+        self._logits: Tensor | None = None  # behind the last token, where they are known
+        self._request: Request | None = None  # the last call, until its end was seen
+        self._finalizer = weakref.finalize(self, self._engine.drop, self._table)
+        self._finalizer.atexit = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of the log: what was appended, and the generated tokens that were taken from the streams."""
+        return list(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens of the log have their keys and values in the pages."""
+        return min(self._table.cached, len(self._tokens))
+
+    @property
+    def closed(self) -> bool:
+        return self._table.closed
+
+    def append(self, ids: Iterable[int], media: Items[tuple[int, Patches]] = ()) -> None:
+        """Add a prompt; it is computed by the next `generate`.
+
+        media: for each picture or film, in order, the offset in `ids` where its tokens begin.
+        Raises ConversationError when placeholder tokens and pictures do not match, ValueError for an id outside the
+        vocabulary, SessionBusy while a stream is open, RuntimeClosed.
+        """
+        self._check_idle()
+        added = [int(token) for token in ids]
+        vocabulary = self._runtime.config.text.vocab_size
+        for token in added:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token id {token} is outside the vocabulary of {vocabulary}")
+        runs = place(added, len(self._tokens), media, self._runtime.placeholders, self._runtime.merge)
+        self._settle()
+        self._tokens += added
+        self._runs += runs
+        if added:
+            self._logits = None
+
+    def generate(self, sampling: Sampling | None = None) -> TokenStream:
+        """Compute what was appended, then generate: `async with s.generate() as stream: async for token in stream: …`.
+
+        sampling: None takes the checkpoint's own defaults. The work begins on entering. Leaving early, or being
+        cancelled, ends it within one step; the log then holds the tokens that were taken from the stream.
+        Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed; iterating raises ContextOverflow when
+        the model's context or the KV cache is full, and whatever went wrong inside the model.
+        """
+        return TokenStream(self, sampling or self._runtime.defaults.sampling())
+
+    async def logits(self) -> Tensor:
+        """What the model expects after the last token, float32 [vocab]; computes what was appended first."""
+        if self._logits is None:
+            async with self.generate(Sampling(max_tokens=0)) as stream:
+                async for _ in stream:
+                    raise AssertionError("no token was asked for")
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same log. It shares every page so far; only a partly filled one is copied later.
+
+        Raises SessionBusy while a stream is open, RuntimeClosed.
+        """
+        self._check_idle()
+        self._settle()
+        other = Sequence(self._runtime, self._engine.fork(self._table))
+        other._tokens, other._runs, other._logits = list(self._tokens), list(self._runs), self._logits
+        return other
+
+    def close(self) -> None:
+        """Give the pages back, at once or at the end of the running step, whose stream then raises RuntimeClosed."""
+        self._finalizer.detach()
+        self._engine.close_table(self._table)
+
+    def _check_idle(self) -> None:
+        if self._table.closed:
+            raise RuntimeClosed("the sequence is closed")
+        if self._request is not None and not self._request.cancelled:
+            raise SessionBusy("a stream of this sequence is open; leave its `async with` block first, or fork before")
+
+    def _settle(self) -> None:
+        """Forget what the last call computed beyond the tokens that were taken from its stream."""
+        request = self._request
+        if request is None or not request.ended:
+            return  # or its last step still runs; `generate` waits for that
+        self._request = None
+        if not self._table.closed:
+            self._table.cut(request.prompt + request.taken)
+
+    async def _wait(self) -> Ended | None:
+        """Until the last call, if its end was not seen yet, has let go. Its tokens that nobody took are lost."""
+        while self._request is not None:
+            item = await self._request.mailbox.get()
+            if isinstance(item, Ended):
+                self._settle()
+                return item
+        return None
+
+    def _begin(self, sampling: Sampling) -> Request:
+        if not self._tokens:
+            raise ValueError("the sequence is empty; append a prompt first")
+        table = self._table
+        if table.cached == len(self._tokens) and self._logits is None and not table.closed:
+            table.cached -= 1  # a stream was left right after a computed token: nobody kept what follows it
+        stop = self._runtime.stop_tokens if sampling.stop is None else sampling.stop
+        pending = self._tokens[table.cached :]
+        self._runs = [run for run in self._runs if run.end > table.cached]
+        request = Request(table, pending, list(self._runs), sampling, stop, self._logits)
+        self._engine.submit(request)
+        self._request = request
+        return request
+
+    def _take(self, token: Token) -> None:
+        self._tokens.append(token.id)
+        self._logits = None
+
+    def _seen(self, end: Ended) -> None:
+        self._settle()
+        if end.logits is not None:
+            self._logits = end.logits
+
+
+class TokenStream:
+    """Made by `Sequence.generate`; an async context manager, and inside it an async iterator of `Token`."""
+
+    def __init__(self, sequence: Sequence, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.finish: str | None = None  # "stop", "length", "cancelled" or "error", once it is known
+        self._sequence = sequence
+        self._request: Request | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """What the call used so far."""
+        return Usage() if self._request is None else self._request.usage()
+
+    async def __aenter__(self) -> TokenStream:
+        if self._request is not None:
+            raise RuntimeError("a stream can be entered once; call generate again")
+        self._sequence._check_idle()
+        await self._sequence._wait()
+        self._request = self._sequence._begin(self.sampling)
+        # A stream that is dropped without being left must not generate on.
+        weakref.finalize(self, self._request.cancel).atexit = False
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._request is not None
+        if self.finish is None:
+            self._request.cancel()
+            end = None
+            with anyio.CancelScope(shield=True):  # one step at most
+                end = await self._sequence._wait()
+            complete = end is not None and end.error is None and self._request.taken == self._request.made
+            self.finish = end.finish if end is not None and complete else "cancelled"
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Token:
+        if self._request is None:
+            raise RuntimeError("use the stream inside its block: async with sequence.generate() as stream: …")
+        if self.finish is not None:
+            raise StopAsyncIteration
+        item = await self._request.mailbox.get()
+        if isinstance(item, Token):
+            self._request.taken += 1
+            self._sequence._take(item)
+            return item
+        self._sequence._seen(item)
+        self.finish = item.finish
+        if item.error is not None:
+            raise item.error
+        raise StopAsyncIteration

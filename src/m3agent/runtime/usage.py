@@ -1,0 +1,65 @@
+"""What was counted: `Usage` for one call (they add up), `Stats` for the whole runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens and the seconds of one call, or, after `+`, of several.
+
+    prompt_tokens: the log when the call began. reused_tokens: those of them that were in the cache.
+    computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of them that
+    had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens: prompt
+    tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
+    token, waiting for other calls included. decode_seconds: from the first token to the last.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    media_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    first_tokens: int = 0  # tokens that came out of a prefill and not of a decode step: one a call
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed; 0 when no token came out of a decode step."""
+        decoded = self.output_tokens - self.first_tokens
+        return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(Usage)})
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompt_tokens} prompt tokens ({self.reused_tokens} reused), {self.output_tokens} new tokens, "
+            f"{self.seconds:.2f} s, {self.tokens_per_second:.0f} tokens/s"
+        )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A runtime at one moment, and its sums since it was opened.
+
+    total_pages, used_pages: the KV pool; page_tokens: tokens a page. active_requests: calls that generate now.
+    steps: model steps so far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those
+    of them that had done so before. output_tokens: tokens generated.
+    """
+
+    total_pages: int
+    used_pages: int
+    page_tokens: int
+    active_requests: int
+    steps: int
+    computed_tokens: int
+    recomputed_tokens: int
+    output_tokens: int
