@@ -1,0 +1,158 @@
+"""MiniMax-M3 inside a Python program: agents that see pictures and films, with model and KV cache in the same process.
+
+    async with m3agent.Runtime.open() as runtime:
+        reply = await m3agent.Agent(runtime).run("What is this?", m3agent.Image("photo.jpg"))
+
+The public names are looked up on first use: `import m3agent` imports no torch, starts nothing and configures nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from m3agent import loops, tools
+    from m3agent.agent import Agent
+    from m3agent.content import (
+        Message,
+        Text,
+        Thinking,
+        ToolCall,
+        ToolResult,
+        dump_messages,
+        load_messages,
+    )
+    from m3agent.errors import (
+        CheckpointError,
+        ConfigError,
+        ContextOverflow,
+        ConversationError,
+        ImageError,
+        M3Error,
+        MediaError,
+        MissingDependency,
+        RenderError,
+        RuntimeClosed,
+        SessionBusy,
+        ToolDefinitionError,
+        ToolError,
+        VideoError,
+    )
+    from m3agent.events import (
+        CallArguments,
+        CallFinished,
+        CallStarted,
+        Done,
+        Event,
+        Reply,
+        TextDelta,
+        ThinkingDelta,
+        ToolResultEvent,
+        TurnFinished,
+    )
+    from m3agent.media import Image, Video
+    from m3agent.runtime import Runtime, Sampling, Usage
+    from m3agent.session import Session
+    from m3agent.stream import RunStream
+    from m3agent.tools import Context, Tool, tool
+
+_MODULES = {
+    "m3agent.agent": ("Agent",),
+    "m3agent.content": ("Message", "Text", "Thinking", "ToolCall", "ToolResult", "dump_messages", "load_messages"),
+    "m3agent.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "ContextOverflow",
+        "ConversationError",
+        "ImageError",
+        "M3Error",
+        "MediaError",
+        "MissingDependency",
+        "RenderError",
+        "RuntimeClosed",
+        "SessionBusy",
+        "ToolDefinitionError",
+        "ToolError",
+        "VideoError",
+    ),
+    "m3agent.events": (
+        "CallArguments",
+        "CallFinished",
+        "CallStarted",
+        "Done",
+        "Event",
+        "Reply",
+        "TextDelta",
+        "ThinkingDelta",
+        "ToolResultEvent",
+        "TurnFinished",
+    ),
+    "m3agent.media": ("Image", "Video"),
+    "m3agent.runtime": ("Runtime", "Sampling", "Usage"),
+    "m3agent.session": ("Session",),
+    "m3agent.stream": ("RunStream",),
+    "m3agent.tools": ("Context", "Tool", "tool"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Agent",
+    "CallArguments",
+    "CallFinished",
+    "CallStarted",
+    "CheckpointError",
+    "ConfigError",
+    "Context",
+    "ContextOverflow",
+    "ConversationError",
+    "Done",
+    "Event",
+    "Image",
+    "ImageError",
+    "M3Error",
+    "MediaError",
+    "Message",
+    "MissingDependency",
+    "RenderError",
+    "Reply",
+    "RunStream",
+    "Runtime",
+    "RuntimeClosed",
+    "Sampling",
+    "Session",
+    "SessionBusy",
+    "Text",
+    "TextDelta",
+    "Thinking",
+    "ThinkingDelta",
+    "Tool",
+    "ToolCall",
+    "ToolDefinitionError",
+    "ToolError",
+    "ToolResult",
+    "ToolResultEvent",
+    "TurnFinished",
+    "Usage",
+    "Video",
+    "VideoError",
+    "dump_messages",
+    "load_messages",
+    "loops",
+    "tool",
+    "tools",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("loops", "tools"):
+        return importlib.import_module(f"m3agent.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'm3agent' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

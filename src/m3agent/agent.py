@@ -1,0 +1,103 @@
+"""`Agent`: a model, instructions and tools; from it come sessions and one-shot runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any, cast
+
+from m3agent.chat.messages import THINKING_MODES, Thinking
+from m3agent.content import Content, Message
+from m3agent.errors import RuntimeClosed
+from m3agent.events import Reply
+from m3agent.history import History
+from m3agent.session import Session, named_tools, run_sync
+from m3agent.tools import Tool
+
+if TYPE_CHECKING:
+    from m3agent.runtime import Runtime, Sampling
+
+MAX_TURNS = 50
+
+
+class Agent:
+    """What sessions have in common. An agent holds no conversation and no memory of its own.
+
+    Args:
+        runtime: an open runtime. One that is still to be opened (`m3agent.Runtime.open()`) is opened by the first
+        `run` or
+            `run_sync` and stays open with the agent.
+        instructions: the developer's text at the front of every session.
+        tools: made with `@m3agent.tool`; their order is part of the prompt.
+        thinking: "adaptive", "enabled" or "disabled"; None takes the checkpoint's own default, or else "adaptive".
+        sampling: None takes the checkpoint's own.
+        max_turns: the limit on model turns of one run.
+
+    Raises ToolDefinitionError for two tools of one name, ValueError for an unknown thinking mode.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime | Awaitable[Runtime],
+        *,
+        instructions: str | None = None,
+        tools: Items[Tool[..., Any]] = (),
+        thinking: Thinking | None = None,
+        sampling: Sampling | None = None,
+        max_turns: int = MAX_TURNS,
+        name: str | None = None,
+    ) -> None:
+        if thinking is not None and thinking not in THINKING_MODES:
+            raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
+        self._runtime = runtime
+        self._tools = named_tools(tools)
+        self._sampling = sampling
+        self.instructions = instructions
+        self.thinking: Thinking | None = thinking
+        self.max_turns = max_turns
+        self.name = name
+
+    @property
+    def tools(self) -> list[Tool[..., Any]]:
+        return list(self._tools)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The open runtime. Raises RuntimeClosed when it has not been opened yet."""
+        if inspect.isawaitable(self._runtime):
+            raise RuntimeClosed("the runtime is not open yet: async with m3agent.Runtime.open() as runtime: …")
+        return self._runtime
+
+    def session(self, messages: Items[Message] = ()) -> Session:
+        """A new conversation, or one that goes on from `messages` (of `session.messages` or `load_messages`).
+
+        Raises RuntimeClosed, ConversationError for messages in which results do not follow their calls.
+        """
+        runtime = self.runtime
+        thinking = self.thinking or cast("Thinking | None", runtime.defaults.thinking_mode) or "adaptive"
+        history = History(runtime, self.instructions, thinking, self._tools, messages)
+        return Session(history, self._sampling or runtime.defaults.sampling(), self.max_turns)
+
+    async def run(
+        self,
+        *parts: Content,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> Reply:
+        """One run in a session of its own, as `Session.run`."""
+        if inspect.isawaitable(self._runtime):
+            self._runtime = await self._runtime
+        async with self.session() as session:
+            return await session.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
+
+    def run_sync(
+        self,
+        *parts: Content,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> Reply:
+        """`run` for scripts, without an event loop. Raises RuntimeError inside one."""
+        return run_sync(lambda: self.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling))

@@ -1,0 +1,184 @@
+"""`History`: a session's messages and its token log. Both only grow, and what belongs together enters together.
+
+Everything that can fail or wait (decoding a picture, cutting it into patches, tokenising) is done before, in a thread;
+the entering itself waits for nothing, so a cancellation finds either all of a message or nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+
+from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, encode, markers, render, render_next
+from m3agent.chat.messages import Thinking
+from m3agent.content import Message, Text, ToolResult
+from m3agent.errors import ContextOverflow, ConversationError, MediaError, RuntimeClosed
+from m3agent.media import Image, Video
+from m3agent.tools import Tool
+
+if TYPE_CHECKING:
+    from m3agent.media.pixels import PixelSpec
+    from m3agent.runtime import Runtime, Sampling, Sequence, TokenStream
+
+CANCELLED = "cancelled"
+
+
+class History:
+    def __init__(
+        self,
+        runtime: Runtime,
+        instructions: str | None,
+        thinking: Thinking,
+        tools: Iterable[Tool[..., Any]],
+        messages: Items[Message] = (),
+    ) -> None:
+        self.runtime = runtime
+        self.thinking: Thinking = thinking
+        self.tools = {tool.name: tool for tool in tools}
+        self.messages = _complete(messages)
+        self.calls = sum(len(message.calls) for message in self.messages)  # so far; call ids count on
+        self._instructions = instructions
+        self._restored = list(self.messages)  # rendered with the head, once
+        self._waiting: list[ChatMessage] = []  # results that are not in the log yet
+        self._sequence: Sequence | None = None  # from the first prompt on
+        self._cut = False  # the log ends in a turn without its end token
+        self._closed = False
+
+    @property
+    def started(self) -> bool:
+        """The head, tools included, is in the log and cannot change any more."""
+        return self._sequence is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [] if self._sequence is None else self._sequence.tokens
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        return [tool.definition for tool in self.tools.values()]
+
+    async def send(self, message: Message | None = None) -> None:
+        """Add a user's message, or nothing but the results that wait, and the opening of the model's next turn.
+
+        Raises MediaError, ConversationError (nothing to send), ContextOverflow, RuntimeClosed; then nothing was added.
+        """
+        if self._closed:
+            raise RuntimeClosed("the session is closed")
+        prompt = await anyio.to_thread.run_sync(self._prompt, message)
+        sequence = self._sequence or self.runtime.sequence()
+        length, limit = len(sequence) + len(prompt.ids), self.runtime.context_length
+        if length >= limit:
+            raise ContextOverflow(f"the session would have {length} tokens; the model's context holds {limit}")
+        # Nothing below waits: message and tokens enter together.
+        sequence.append(prompt.ids, prompt.media)
+        self._sequence = sequence
+        self._waiting, self._restored, self._cut = [], [], True
+        if message is not None:
+            self.messages.append(message)
+
+    def generate(self, sampling: Sampling) -> TokenStream:
+        assert self._sequence is not None
+        return self._sequence.generate(sampling)
+
+    def end_turn(self, message: Message) -> None:
+        """The model's turn is over, by itself or not. Its tokens are in the log already."""
+        self.messages.append(message)
+        self.calls += len(message.calls)
+        self._cut = self.tokens[-1] != self.runtime.tokenizer.control_id(markers.END)
+
+    async def prepare(self, result: ToolResult) -> ChatMessage:
+        """A result, its pictures decoded and cut into patches. Raises MediaError."""
+        return await anyio.to_thread.run_sync(_result_message, result, self.runtime.pixels)
+
+    def add_results(self, results: Items[tuple[ToolResult, ChatMessage]]) -> None:
+        """The results of the last turn's calls, in call order; they go into the log with the next `send`."""
+        self.messages.append(Message(role="tool", parts=tuple(result for result, _ in results)))
+        self._waiting += [chat for _, chat in results]
+
+    def fork(self) -> History:
+        other = History(self.runtime, self._instructions, self.thinking, self.tools.values())
+        other.messages, other.calls = list(self.messages), self.calls
+        other._restored, other._waiting = list(self._restored), list(self._waiting)
+        other._cut, other._closed = self._cut, self._closed
+        other._sequence = None if self._sequence is None else self._sequence.fork()
+        return other
+
+    def close(self) -> None:
+        self._closed = True
+        if self._sequence is not None:
+            self._sequence.close()
+
+    def _prompt(self, message: Message | None) -> Prompt:
+        """Runs in a thread and changes nothing."""
+        if message is None and not self._waiting:
+            raise ConversationError("there is nothing to answer: pass a text or a picture")
+        added = [*self._waiting, *(_chat([message], self.runtime.pixels) if message is not None else [])]
+        if self._sequence is not None:
+            segments = render_next(added, self.thinking, after_cut=self._cut)
+        else:
+            head = [ChatMessage("developer", [self._instructions])] if self._instructions else []
+            restored = _chat(self._restored, self.runtime.pixels)
+            segments = render([*head, *restored, *added], self.definitions, self.thinking)
+        return encode(segments, self.runtime.tokenizer)
+
+
+def error_result(call_id: str, text: str) -> tuple[ToolResult, ChatMessage]:
+    """A result that only says why there is none."""
+    return ToolResult(call_id=call_id, parts=(Text(text=text),), error=True), ChatMessage("tool", [text])
+
+
+def _chat(messages: Iterable[Message], spec: PixelSpec | None) -> list[ChatMessage]:
+    found: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "tool":
+            found += [_result_message(result, spec) for result in message.results]
+        elif message.role == "assistant":
+            # A call too damaged to have a name still has a result, which must not lose its place.
+            calls = [ChatCall(call.name or "unreadable", call.arguments) for call in message.calls]
+            found.append(ChatMessage("assistant", [message.text], message.thinking or None, calls))
+        else:
+            found.append(ChatMessage("user", _chat_parts(message.parts, spec)))
+    return found
+
+
+def _result_message(result: ToolResult, spec: PixelSpec | None) -> ChatMessage:
+    return ChatMessage("tool", _chat_parts(result.parts, spec))
+
+
+def _chat_parts(parts: Iterable[Any], spec: PixelSpec | None) -> list[str | MediaPart]:
+    found: list[str | MediaPart] = []
+    for part in parts:
+        if isinstance(part, Image | Video):
+            found.append(_media_part(part, spec))
+        elif isinstance(part, Text):
+            found.append(part.text)
+    return found
+
+
+def _media_part(media: Image | Video, spec: PixelSpec | None) -> MediaPart:
+    if spec is None:
+        raise MediaError("this model has no vision tower: it reads text alone")
+    from m3agent.media.pixels import image_patches, video_patches  # imports torch, so not before a model is open
+
+    media.load()
+    if isinstance(media, Image):
+        return MediaPart(image_patches(media.rgb, spec))
+    return MediaPart(video_patches(media.frames, media.timestamps, spec))
+
+
+def _complete(messages: Items[Message]) -> list[Message]:
+    """Messages to start from, checked. Calls at their end without results, as after a crash, count as cancelled."""
+    checked = list(messages)
+    if checked and checked[-1].calls:
+        lost = tuple(error_result(call.id, CANCELLED)[0] for call in checked[-1].calls)
+        checked.append(Message(role="tool", parts=lost))
+    called: list[str] = []
+    for message in checked:
+        answered = [result.call_id for result in message.results]
+        if answered != called:
+            raise ConversationError(f"the calls {called} need results in this order, the messages have {answered}")
+        called = [call.id for call in message.calls]
+    return checked

@@ -1,0 +1,148 @@
+"""`Session`: one conversation with its own KV cache: run it, stream it, fork it, close it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Items
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from m3agent.content import Content, Message
+from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
+from m3agent.events import Reply
+from m3agent.history import History
+from m3agent.stream import Busy, Limits, RunStream
+from m3agent.tools import Tool
+
+if TYPE_CHECKING:
+    from m3agent.runtime import Sampling
+
+
+class Session:
+    """Made by `Agent.session()`. One run at a time; sessions of one runtime run side by side.
+
+    The session holds tokens: what the model produced stays as it was produced, every prompt is a continuation of the
+    last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0).
+    """
+
+    def __init__(self, history: History, sampling: Sampling, max_turns: int) -> None:
+        self._history = history
+        self._sampling = sampling
+        self._max_turns = max_turns
+        self._busy = Busy()
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as plain data; `m3agent.dump_messages` writes it as JSON."""
+        return list(self._history.messages)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token log. The log of a turn is a prefix of the next one's, always."""
+        return self._history.tokens
+
+    @property
+    def tools(self) -> list[Tool[..., Any]]:
+        return list(self._history.tools.values())
+
+    async def run(
+        self,
+        *parts: Content,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> Reply:
+        """Say something and let the model answer, calls of tools included, until a turn without calls.
+
+        parts: texts, pictures, films, in their order; none lets the model go on from results that it has not seen.
+        max_turns: the limit on model turns (the agent's own by default). max_tokens: the limit on generated tokens over
+        all turns. A limit that is reached is no error: `reply.stop` says so, and the session can go on.
+        Raises MediaError for a picture that cannot be used (nothing was added then), ConversationError,
+        ContextOverflow, SessionBusy, RuntimeClosed. When cancelled, the session keeps what was generated and can go
+        on.
+        """
+        async with self.stream(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling) as events:
+            async for _ in events:
+                pass
+            return events.reply
+
+    def stream(
+        self,
+        *parts: Content,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> RunStream:
+        """The same run as events: `async with session.stream(…) as events: async for event in events: …`."""
+        limits = Limits(self._max_turns if max_turns is None else max_turns, max_tokens)
+        return RunStream(self._history, self._busy, parts, sampling or self._sampling, limits)
+
+    def run_sync(
+        self,
+        *parts: Content,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> Reply:
+        """`run` for code without an event loop. Raises RuntimeError inside one."""
+        return run_sync(lambda: self.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling))
+
+    def add_tool(self, tool: Tool[..., Any]) -> None:
+        """Give the model one more tool, before the first run only: tools stand at the front of the prompt.
+
+        Raises ConversationError after the first run, ToolDefinitionError for a name that is taken.
+        """
+        if self._history.started or self._busy.held:
+            raise ConversationError(
+                f"tool {tool.name!r} comes too late: tools stand at the front of the prompt, and adding one after the "
+                "first run would throw away all that was computed; start a new session"
+            )
+        if tool.name in self._history.tools:
+            raise ToolDefinitionError(f"there is a tool {tool.name!r} already; give one of them another name")
+        self._history.tools[tool.name] = tool
+
+    def fork(self) -> Session:
+        """A second session with the same past. It shares every page so far; the two go on independently.
+
+        Raises SessionBusy during a run, RuntimeClosed.
+        """
+        if self._busy.held:
+            raise SessionBusy("a session cannot be forked during a run")
+        return Session(self._history.fork(), self._sampling, self._max_turns)
+
+    async def close(self) -> None:
+        """Give the session's pages back. A run in progress ends with RuntimeClosed. As often as you like, from any
+        task.
+        """
+        self._history.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def named_tools(tools: Items[Tool[..., Any]]) -> list[Tool[..., Any]]:
+    """The tools as they are. Raises ToolDefinitionError for two of one name, TypeError for a bare function."""
+    names: set[str] = set()
+    for tool in tools:
+        if not isinstance(tool, Tool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{tool!r} is no tool; decorate the function with @m3agent.tool")
+        if tool.name in names:
+            raise ToolDefinitionError(f"there are two tools named {tool.name!r}; give one of them another name")
+        names.add(tool.name)
+    return list(tools)
+
+
+def run_sync(run: Callable[[], Awaitable[Reply]]) -> Reply:
+    """Run to the end in an event loop of its own. Raises RuntimeError where one is running already."""
+    try:
+        anyio.get_current_task()
+    except RuntimeError:
+        return anyio.run(run)
+    raise RuntimeError("run_sync inside a running event loop (a notebook has one, too): write await ….run(…) instead")

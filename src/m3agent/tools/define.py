@@ -1,0 +1,105 @@
+"""`@tool`: a typed Python function becomes a `Tool` that a model can call."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from m3agent.chat import check_tool_names
+from m3agent.errors import ToolDefinitionError
+from m3agent.tools.arguments import Arguments
+from m3agent.tools.context import Context
+from m3agent.tools.docs import read_doc
+from m3agent.tools.results import check_return
+from m3agent.tools.signature import MISSING, Signature, read_signature
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class Tool(Generic[P, R]):
+    """A function that the model may call; for Python it stays the function that it was.
+
+    `parameters` is the JSON schema of its arguments: {"type": "object", "properties": {…}, "required": […]}.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    function: Callable[P, R] = field(repr=False)
+    _signature: Signature = field(repr=False)
+    _arguments: Arguments = field(repr=False)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What the model is shown: name, description (left out when there is none) and parameters, in this order."""
+        described = {"description": self.description} if self.description else {}
+        return {"name": self.name, **described, "parameters": self.parameters}
+
+    def bind(self, arguments: Mapping[str, Any], context: Context) -> tuple[list[Any], dict[str, Any]]:
+        """JSON arguments → (args, kwargs) in the declared types. Raises ToolError with a text for the model."""
+        return self._signature.bind(self._arguments.validate(arguments), context)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+
+@overload
+def tool(function: Callable[P, R], /, *, name: str | None = None, description: str | None = None) -> Tool[P, R]: ...
+@overload
+def tool(*, name: str | None = None, description: str | None = None) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
+def tool(
+    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+) -> Any:
+    """Make a tool from a typed function, synchronous (run in a thread) or asynchronous: `@tool` or `@tool(name=…)`.
+
+    The schema comes from the annotations, the descriptions from the docstring (Google, NumPy or Sphinx style) or from
+    `Annotated[T, pydantic.Field(description=…)]`. The model's arguments arrive as the declared types. A parameter
+    annotated `m3agent.Context` is filled by the session. The function may return text, anything with a JSON form,
+    `m3agent.Image`, `m3agent.Video`, a Pillow image, or a list of these; `m3agent.ToolError` tells the model why a
+    call failed.
+
+    Raises ToolDefinitionError, which names the tool and the parameter. Warns (UserWarning) when the docstring
+    describes a parameter that does not exist.
+    """
+    frame = inspect.currentframe()
+    # Annotations may name classes of the function around the tool; those are found in the caller's frame only.
+    local_names = dict(frame.f_back.f_locals) if frame is not None and frame.f_back is not None else {}
+
+    def define(function: Callable[..., Any]) -> Tool[..., Any]:
+        return _define(
+            function, name or getattr(function, "__name__", type(function).__name__), description, local_names
+        )
+
+    return define if function is None else define(function)
+
+
+def _define(
+    function: Callable[..., Any], name: str, description: str | None, local_names: Mapping[str, Any]
+) -> Tool[..., Any]:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolDefinitionError(f"tool {name!r} is a generator; return a list instead")
+    signature = read_signature(function, name, local_names)
+    if signature.returns is not MISSING:
+        check_return(name, signature.returns)
+    doc = read_doc(inspect.getdoc(function) if inspect.isroutine(function) else type(function).__doc__)
+    descriptions = {documented.lstrip("*"): text for documented, text in doc.parameters.items()}
+    known = {parameter.name for parameter in signature.parameters}
+    for unknown in descriptions.keys() - known:
+        warnings.warn(f"tool {name!r}: its docstring describes {unknown!r}, which is no parameter", stacklevel=3)
+    shown = [parameter for parameter in signature.parameters if not parameter.injected]
+    arguments = Arguments(name, shown, descriptions)
+    made = Tool(
+        name,
+        doc.description if description is None else description,
+        arguments.schema,
+        function,
+        signature,
+        arguments,
+    )
+    check_tool_names(made.definition)
+    return made
