@@ -6,10 +6,12 @@
 
 from m3agent.loops.checks import Check, PixelMatch
 from m3agent.loops.record import Refinement, Step, Verdict, best_of
+from m3agent.loops.refinement import refine
 from m3agent.loops.render import FunctionRenderer, Renderer
 from m3agent.loops.report import film_strip
 from m3agent.loops.stop import Stop, StopRule
 from m3agent.loops.svg import SvgRenderer
+from m3agent.loops.tool import render_tool
 
 __all__ = [
     "Check",
@@ -24,4 +26,6 @@ __all__ = [
     "Verdict",
     "best_of",
     "film_strip",
+    "refine",
+    "render_tool",
 ]

@@ -1,0 +1,181 @@
+"""`refine`: the model writes code, sees the picture that comes of it, and goes on until a rule says stop."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from m3agent.content import Content, Text, ToolCall, ToolResult, content_parts
+from m3agent.errors import RenderError
+from m3agent.events import CallFinished, Done, Event, ToolResultEvent, TurnFinished
+from m3agent.loops.checks import Check, judge
+from m3agent.loops.record import Refinement, Step, Verdict, best_of
+from m3agent.loops.render import Renderer, as_renderer
+from m3agent.loops.stop import Stop, StopRule
+from m3agent.loops.tool import declare
+from m3agent.media.image import Image
+from m3agent.tools import Context, Tool
+
+if TYPE_CHECKING:
+    from m3agent.runtime.usage import Usage
+    from m3agent.session import Session
+
+_ENDED = {"end": "answered", "turns": "rounds", "tokens": "tokens", "context": "context"}
+
+
+async def refine(
+    session: Session,
+    goal: Content | Sequence[Content],
+    *,
+    render: Renderer | Callable[[str], Any],
+    checks: Sequence[Check] = (),
+    stop: StopRule | None = None,
+    max_rounds: int = 8,
+    pictures: bool = True,
+    on_event: Callable[[Event | Step], Any] | None = None,
+) -> Refinement:
+    """Let the session's model write code for `goal`, look at its render, and correct it; return the best of it.
+
+    The session must not have had a turn yet: it is given one tool, `render(code)`, whose result is the picture, or
+    the reason why there is none. Each call is a step. The loop ends when the model answers without a call, when
+    `stop` says so, or after `max_rounds` steps; the session can go on in each case.
+
+    Args:
+        goal: what to arrive at, in words and pictures.
+        render: a `Renderer` such as `SvgRenderer()`, or a function from code to picture. Never on the event loop.
+        checks: what scores each render, such as `PixelMatch(target)`; functions from picture to bool or score do too.
+        stop: `Stop(…)`, by default one that ends at the first picture that all checks accept.
+        pictures: False withholds every picture from the model, the goal's and the renders: what they are worth
+            is the difference that this makes.
+        on_event: called (and awaited, if it returns an awaitable) with each event of the session and each finished
+            `Step`, as they happen.
+
+    Raises:
+        ValueError: a goal without words while pictures are withheld, or `max_rounds` under 1.
+        Whatever a check or `on_event` raises, and what the session raises.
+    """
+    if max_rounds < 1:
+        raise ValueError(f"max_rounds is {max_rounds}; at least one round is needed")
+    rule = Stop() if stop is None else stop
+    desk = _Desk(as_renderer(render), checks, pictures)
+    parts = _goal_parts(goal, pictures)
+    session.add_tool(desk.tool())
+    log = _Log(desk, on_event)
+    seconds = rule.seconds if isinstance(rule, Stop) else None
+    tokens = rule.tokens if isinstance(rule, Stop) else None
+    stopped = "seconds"  # what remains true if the time limit below strikes
+    with anyio.move_on_after(seconds):
+        async with session.stream(*parts, max_turns=max_rounds + 1, max_tokens=tokens) as stream:
+            async for event in stream:
+                step = await log.take(event)
+                reason = (rule(log.steps) or ("rounds" if len(log.steps) >= max_rounds else None)) if step else None
+                if isinstance(event, Done):
+                    reason = _ENDED[event.reply.stop]
+                if reason is not None:
+                    stopped = reason
+                    break
+    return Refinement(best_of(log.steps), tuple(log.steps), stopped, log.text, log.usage)
+
+
+def _goal_parts(goal: Content | Sequence[Content], pictures: bool) -> tuple[Content, ...]:
+    parts = content_parts([*goal] if isinstance(goal, Sequence) and not isinstance(goal, str) else [goal])
+    if not pictures:
+        parts = tuple(part for part in parts if isinstance(part, Text))
+    if not parts:
+        raise ValueError("the goal has no words; with pictures=False nothing of it is left")
+    return parts
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    image: Image | None = None
+    error: str | None = None
+    checks: tuple[Verdict, ...] = ()
+
+
+@dataclass
+class _Desk:
+    """The tool `render`, and what came of each call until the loop picks it up."""
+
+    renderer: Renderer
+    checks: Sequence[Check]
+    pictures: bool
+    outcomes: dict[str, _Outcome] = field(default_factory=dict[str, _Outcome])
+    broken: Exception | None = None  # a check failed: that is the program's fault, not the model's
+
+    def tool(self) -> Tool[..., Any]:
+        def render(code: str, context: Context) -> Image | str:
+            try:
+                image = self.renderer.render(code).load()
+            except RenderError as error:
+                self.outcomes[context.call_id] = _Outcome(error=str(error))
+                raise
+            try:
+                self.outcomes[context.call_id] = _Outcome(image, None, judge(self.checks, image))
+            except Exception as error:
+                self.broken = error
+            return image if self.pictures else "rendered"
+
+        return declare(render, self.renderer.language)
+
+
+@dataclass
+class _Log:
+    """Turns the session's events into steps."""
+
+    desk: _Desk
+    on_event: Callable[[Event | Step], Any] | None
+    steps: list[Step] = field(default_factory=list[Step])
+    text: str = ""
+    _calls: dict[str, ToolCall] = field(default_factory=dict[str, ToolCall])
+    _usage: list[Usage] = field(default_factory=list["Usage"])
+    _tokens: int = 0
+    _since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def usage(self) -> Usage:
+        from m3agent.runtime.usage import Usage
+
+        return sum(self._usage, Usage())
+
+    async def take(self, event: Event) -> Step | None:
+        """The step that this event completes, if it does."""
+        await self._tell(event)
+        if isinstance(event, CallFinished):
+            self._calls[event.call.id] = event.call
+        elif isinstance(event, TurnFinished):
+            self._usage.append(event.usage)
+            self._tokens += event.usage.output_tokens
+        elif isinstance(event, Done):
+            self.text = event.reply.text
+        elif isinstance(event, ToolResultEvent) and self._calls[event.result.call_id].name in ("render", ""):
+            if self.desk.broken is not None:
+                raise self.desk.broken
+            step = self._step(event.result)
+            self.steps.append(step)
+            await self._tell(step)
+            return step
+        return None
+
+    def _step(self, result: ToolResult) -> Step:
+        call = self._calls[result.call_id]
+        # Without an outcome the call never reached the tool: it was damaged, or its arguments did not fit.
+        outcome = self.desk.outcomes.pop(call.id, None) or _Outcome(error=result.text)
+        score = 0.0
+        if outcome.image is not None:
+            score = sum(v.score for v in outcome.checks) / len(outcome.checks) if outcome.checks else 1.0
+        code, now = call.arguments.get("code", ""), time.perf_counter()
+        seconds, self._since = now - self._since, now
+        tokens, self._tokens = self._tokens, 0
+        return Step(len(self.steps), str(code), outcome.image, outcome.error, score, outcome.checks, tokens, seconds)
+
+    async def _tell(self, event: Event | Step) -> None:
+        if self.on_event is not None:
+            answer = self.on_event(event)
+            if inspect.isawaitable(answer):
+                await answer
