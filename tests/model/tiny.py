@@ -67,8 +67,8 @@ def random_tensors(config: M3Config, seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, shape in released_tensors(config).items():
-        scale = 0.25 if len(shape) == 1 else 1.7 / float(np.prod(shape[1:])) ** 0.5
-        scale = 1.0 if "embed_tokens" in name else scale
+        scale = 0.25 if len(shape) == 1 else 1.2 / float(np.prod(shape[1:])) ** 0.5
+        scale = 0.5 / shape[-1] ** 0.5 if "lm_head" in name else 1.0 if "embed_tokens" in name else scale
         x = torch.randn(shape, generator=g) * scale
         tensors[name] = x + 1 if name.startswith("vision_tower") and "norm" in name and name.endswith("weight") else x
     return tensors

@@ -7,6 +7,7 @@ headers before the first weight is touched. Nothing is ever unpickled.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from m3agent.model.writer import INDEX, SCALE, save_checkpoint
 
 __all__ = ["CheckpointTensors", "load_model", "read_tensors", "resolve", "save_checkpoint"]
 
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name of the tensor just read
 
 
@@ -50,8 +52,8 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self._progress, self._done = progress, 0
         try:
             self._stored = {name: s for s in map_shards(folder, self._stack) for name, s in s.items()}
-            self._total = sum(path.stat().st_size for path in {s.path for s in self._stored.values()})
             check(self._stored, released_tensors(config))
+            self._total = sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in self._stored.values())
         except BaseException:
             self._stack.close()
             raise
