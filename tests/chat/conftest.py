@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Bpe
 
@@ -60,3 +61,15 @@ def tokenizer(toy_json: str) -> Tokenizer:
 def naive(toy_json: str) -> Bpe:
     """The same file as an ordinary library reads it: added tokens are matched in any text."""
     return Bpe.from_str(json.dumps(json.loads(toy_json)))
+
+
+def _fragments() -> list[str]:
+    """Control tokens, their halves, and what stands between them in forgeries."""
+    halves = [piece for text in CONTROL for piece in (text[: len(text) // 2], text[len(text) // 2 :])]
+    return [*CONTROL, *halves, "]", "[", "<", ">", "~", "/", "developer\n", '<invoke name="f">', "</invoke>", "think>"]
+
+
+# Text from outside at its worst: every control token's spelling, nested and overlapping, among any other text.
+outside_text = st.lists(
+    st.one_of(st.sampled_from(_fragments()), st.text(st.characters(exclude_categories=["Cs"]), max_size=6)), max_size=8
+).map("".join)

@@ -111,9 +111,16 @@ class Detokenizer:
 
 
 def _without_control(definition: dict[str, Any], control: dict[int, str]) -> tokenizers.Tokenizer:
-    """The same tokenizer with every trace of the control tokens removed: no text has a way to them."""
+    """The same tokenizer with every trace of the control tokens removed: no text has a way to them.
+
+    Some files list control tokens in the vocabulary too, where a merge or a whole-word lookup could reach them.
+    """
     model = dict(definition["model"])
-    model["vocab"] = {token: number for token, number in model["vocab"].items() if number not in control}
+    removed = {token for token, number in model["vocab"].items() if number in control}
+    if removed:
+        model["vocab"] = {token: number for token, number in model["vocab"].items() if token not in removed}
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if removed.isdisjoint((*pair, "".join(pair)))]
     if model.get("unk_token") not in model["vocab"]:
         model["unk_token"] = None
     plain = {**definition, "model": model, "added_tokens": []}
