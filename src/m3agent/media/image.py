@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema
 from m3agent.errors import ImageError, MediaError
 from m3agent.media.files import read_file
 from m3agent.media.normalise import Colour, Pixels, array_to_rgb, picture_to_rgb
-from m3agent.media.plain import field_schema, from_base64, to_base64
+from m3agent.media.plain import field_schema, from_base64, read_limit, to_base64
 from m3agent.media.sniff import sniff
 
 MAX_PIXELS = 64_000_000
@@ -140,7 +140,7 @@ class Image:
 
     @property
     def frames(self) -> int:
-        """How many frames the source has; this image is the first of them."""
+        """How many frames the file has; this image is the first of them. 1 for pixels (Pillow's current frame)."""
         return self._data().frames
 
     @property
@@ -176,7 +176,8 @@ class Image:
         if not isinstance(data.get("data"), str):
             raise ImageError('image data need the entry "data": a picture file in base64')
         encoded = from_base64(data["data"], ImageError)
-        image = cls(encoded, background=data.get("background", "white"), max_pixels=data.get("max_pixels", MAX_PIXELS))
+        limit = read_limit(data, "max_pixels", MAX_PIXELS, ImageError)
+        image = cls(encoded, background=data.get("background", "white"), max_pixels=limit)
         image.name = str(data.get("name", image.name))
         return image.load()
 
@@ -210,7 +211,7 @@ class Image:
                 self._check_size(width, height, "pixels")
                 return _finish(array_to_rgb(source, self.background), "pixels", 1, None)
             self._check_size(source.width, source.height, "pixels")
-            return _finish(picture_to_rgb(source, self.background), "pixels", _frame_count(source), None)
+            return _finish(picture_to_rgb(source, self.background), "pixels", 1, None)
         except ImageError:
             raise
         except Exception as error:  # a Pillow picture may still be undecoded, and damaged

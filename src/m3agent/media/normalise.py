@@ -113,13 +113,13 @@ def _scale_16_bit(values: NDArray[np.generic]) -> Pixels:
 
 
 def _scale_by_values(values: NDArray[np.generic]) -> Pixels:
-    # NaN and infinities (a depth map's holes) become black and do not take part in the range
     finite = np.isfinite(values)
-    numbers = np.where(finite, values, 0).astype(np.float64)
-    known = numbers[finite] if finite.any() else np.zeros(1)
-    low, high = float(known.min()), float(known.max())
+    if not finite.any():
+        return np.zeros(values.shape, np.uint8)
+    low, high = float(values[finite].min()), float(values[finite].max())
     tops = (1.0, 255.0) if np.issubdtype(values.dtype, np.floating) else (255.0, 65535.0)
-    top = next((top for top in tops if low >= 0 and high <= top), None)
-    if top is None:
-        numbers, top = numbers - low, high - low
-    return np.rint(np.clip(numbers / top, 0, 1) * 255).astype(np.uint8)
+    fitting = [top for top in tops if low >= 0 and high <= top]
+    start, end = (0.0, fitting[0]) if fitting else (low, high)
+    # holes of a depth map (NaN, infinities) become black; a flat picture has no range to stretch
+    numbers = np.where(finite, values.astype(np.float64), start)
+    return np.rint((numbers - start) / (end - start or 1.0) * 255).astype(np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import CoreSchema, core_schema
@@ -21,6 +22,14 @@ def from_base64(text: Any, error: type[MediaError]) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, TypeError, ValueError) as problem:
         raise error(f'the entry "data" is not base64: {problem}') from None
+
+
+def read_limit(data: Mapping[str, Any], name: str, default: int, error: type[MediaError]) -> int:
+    """The whole number data[name], or `default`; raises `error` when it is anything else."""
+    limit = data.get(name, default)
+    if not isinstance(limit, int) or limit < 1:
+        raise error(f"the entry {name!r} must be a positive whole number, not {limit!r}")
+    return limit
 
 
 def field_schema(cls: Any) -> CoreSchema:

@@ -23,7 +23,7 @@ from m3agent.media.files import read_file
 from m3agent.media.films import ANIMATIONS, CONTAINERS, Frame, read_animation, read_film
 from m3agent.media.image import MAX_PIXELS, Image, parse_colour
 from m3agent.media.normalise import Colour, Pixels
-from m3agent.media.plain import field_schema, from_base64, to_base64
+from m3agent.media.plain import field_schema, from_base64, read_limit, to_base64
 from m3agent.media.sniff import sniff
 
 MAX_FRAMES = 768  # the released video processor's max_frames
@@ -71,7 +71,7 @@ class Video:
         max_frames: int = MAX_FRAMES,
     ) -> None:
         for label, rate in (("fps", fps), ("frame_rate", frame_rate)):
-            if rate is not None and not (math.isfinite(rate) and rate > 0):
+            if rate is not None and not (isinstance(rate, int | float) and math.isfinite(rate) and rate > 0):
                 raise VideoError(f"{label} must be a positive number of frames a second, not {rate!r}")
         self.fps = fps
         self.background = parse_colour(background, VideoError)
@@ -144,7 +144,7 @@ class Video:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Video:
         """The film of `to_json`, decoded. Raises VideoError."""
-        limit = data.get("max_frames", MAX_FRAMES)
+        limit = read_limit(data, "max_frames", MAX_FRAMES, VideoError)
         if isinstance(data.get("data"), str):
             encoded = from_base64(data["data"], VideoError)
             background = data.get("background", "white")
