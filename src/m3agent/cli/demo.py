@@ -76,7 +76,7 @@ class Demo:
         else:
             outcome = "matches the picture" if best.passed else "comes closest"
             self.console.print(f"Draft {best.index + 1} of {len(result.steps)} {outcome}. {result.usage}")
-        self.console.print(f"Film strip: {report}")
+        self.console.print(f"Film strip: {report}", markup=False, soft_wrap=True)
 
 
 def _check_writable(folder: Path) -> None:

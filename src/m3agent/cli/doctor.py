@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     import torch
@@ -107,8 +108,9 @@ def show(console: Console) -> bool:
     findings = examine()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for finding in findings:
-        mark = "[green]✓[/]" if finding.good else "[red]✗[/]"
-        table.add_row(mark, finding.what, finding.found if finding.good else f"{finding.found}; {finding.fix}")
+        mark = Text("✓", "green") if finding.good else Text("✗", "red")
+        told = finding.found if finding.good else f"{finding.found}; {finding.fix}"
+        table.add_row(mark, finding.what, Text(told))  # Text: the [extra] in a pip command is no markup
     console.print(table)
     good = all(finding.good for finding in findings)
     console.print("Everything is here." if good else "See the lines marked ✗ for what is missing.")

@@ -56,7 +56,7 @@ class Screen:
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for name, _ in shown:
-            table.add_column(name)
+            table.add_column(Text(name))
         table.add_row(*(half_blocks(image) for _, image in shown))
         self.console.print(table)
 
