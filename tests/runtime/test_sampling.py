@@ -23,7 +23,7 @@ def reference(logits: np.ndarray, s: Sampling) -> dict[int, float]:
     for i in order:
         kept.append(i)
         mass += weight[i]
-        if mass >= total * s.top_p:
+        if s.top_p < 1.0 and mass >= total * s.top_p:
             break
     kept = [i for i in kept if weight[i] >= s.min_p]
     total = math.fsum(weight[i] for i in kept)

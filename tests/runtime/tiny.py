@@ -1,6 +1,7 @@
 """A checkpoint with random weights, small enough for tests, and the tools to compare it with an uncached run."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,15 +9,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from m3agent.model import KVPages, M3Config, M3Model, Span, TextConfig, VisionConfig, save_checkpoint
 from m3agent.model.released import released_tensors
+from m3agent.runtime import Runtime
 
-CONTROL = """]!p~[ <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <reponame> <filename> <gh_stars> <issue_start>
+SPELLINGS = """
+]!p~[ <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <reponame> <filename> <gh_stars> <issue_start>
 <issue_comment> <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output>
 <commit_before> <commit_msg> <commit_after> ]~b] [e~[ ]!d~[ <function_call> <code_interpreter> ]<]speech[>[
 ]<]image[>[ ]<]video[>[ ]<]start·of·speech[>[ ]<]end·of·speech[>[ ]<]start·of·image[>[ ]<]end·of·image[>[
 ]<]start·of·video[>[ ]<]end·of·video[>[ ]<]vision·pad[>[ ]~!b[ <jupyter_error> <add_file> <delete_file> <rename_file>
 <edit_file> <commit_message> <empty_source_file> <repo_struct> <code_context> <file_content> <source_files> <pr_start>
 <review_comment> <filepath> <file_sep> <think> </think> <tool_call> </tool_call> ]<]frame[>[ ]<]start·of·frame[>[
-]<]end·of·frame[>[ <|content_altered_placeholder|> ]<]minimax[>[ <mm:think> </mm:think>""".split()
+]<]end·of·frame[>[ <|content_altered_placeholder|> ]<]minimax[>[ <mm:think> </mm:think>
+"""
+CONTROL = [spelling.replace("·", " ") for spelling in SPELLINGS.split()]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 IMAGE = 256 + 25
 VIDEO = 256 + 26
@@ -80,7 +85,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(BYTES)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(text.replace("·", " "), normalized=False) for text in CONTROL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CONTROL])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -89,6 +94,23 @@ def write_checkpoint(folder: Path, config: M3Config = CONFIG) -> Path:
     write_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "thinking_mode": "disabled"}))
     return folder
+
+
+class Watched:
+    """A model that calls `watch(spans)` before each step."""
+
+    def __init__(self, model: M3Model, watch: Callable[[list[Span]], None]) -> None:
+        self.model, self.watch = model, watch
+        self.device = model.device
+
+    def forward(self, spans: list[Span], pages: KVPages) -> list[torch.Tensor]:
+        self.watch(spans)
+        return self.model.forward(spans, pages)
+
+
+def watch(runtime: Runtime, each_step: Callable[[list[Span]], None]) -> None:
+    """Call `each_step` with the spans of every step of this runtime, in its worker, before it is computed."""
+    runtime.engine._model = Watched(runtime.engine._model, each_step)
 
 
 def uncached_logits(model: M3Model, tokens: list[int]) -> torch.Tensor:

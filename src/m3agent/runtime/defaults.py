@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from m3agent.chat import Tokenizer
 from m3agent.errors import CheckpointError, ConfigError
 from m3agent.runtime.sampling import Sampling
 
 END_OF_MESSAGE, ROLE_START, DOCUMENT_START = "[e~[", "]~b]", "]~!b["
-THINKING_MODES = ("adaptive", "enabled", "disabled")
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """generation_config.json; what it does not say is what MiniMax-M3's API documents.
-
-    thinking_mode: "adaptive", "enabled", "disabled", or None where the file has no such entry.
-    """
+    """generation_config.json; what it does not say is what MiniMax-M3's API documents."""
 
     temperature: float = 1.0
     top_p: float = 0.95
     top_k: int = 0
     min_p: float = 0.0
     do_sample: bool = True
-    thinking_mode: str | None = None
+    thinking_mode: Literal["adaptive", "enabled", "disabled"] | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Defaults:
@@ -41,13 +39,15 @@ class Defaults:
             raise CheckpointError(f"{path}: not valid JSON ({error})") from error
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path}: not a JSON object")
-        defaults = cls(**{name: raw[name] for name in cls.__dataclass_fields__ if raw.get(name) is not None})
-        if defaults.thinking_mode not in (None, *THINKING_MODES):
-            raise ConfigError("thinking_mode", f"{defaults.thinking_mode!r} is none of {', '.join(THINKING_MODES)}")
+        given = {name: raw[name] for name in cls.__dataclass_fields__ if raw.get(name) is not None}
         try:
+            defaults = TypeAdapter(cls).validate_python(given)
             defaults.sampling()
-        except (ValueError, TypeError) as error:
-            raise ConfigError("generation_config.json", str(error)) from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigError(f"generation_config.{first['loc'][0]}", first["msg"]) from error
+        except ValueError as error:
+            raise ConfigError("generation_config", str(error)) from error
         return defaults
 
     def sampling(self) -> Sampling:

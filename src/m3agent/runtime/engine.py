@@ -124,17 +124,18 @@ class Engine:
             self._thread.join()
 
     def _work(self) -> None:
-        error: BaseException = RuntimeClosed("the runtime was closed")
+        error = RuntimeClosed("the runtime was closed")
         try:
             with torch.inference_mode():
                 while self._receive():
                     self._step()
         except BaseException as failure:  # a fault of the engine itself: nobody may wait for it forever
-            error = failure
+            error = RuntimeClosed(f"the runtime's worker failed: {failure!r}")
+            error.__cause__ = failure
         finally:
             self._shut(error)
 
-    def _shut(self, error: BaseException) -> None:
+    def _shut(self, error: RuntimeClosed) -> None:
         with self._lock:
             self.stopped = True
             left = list(self._busy.values())

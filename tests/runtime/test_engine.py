@@ -1,0 +1,194 @@
+"""The step loop: who is in a step, how a fault or a cancel of one request leaves the others, how it ends."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from m3agent.errors import RuntimeClosed
+from m3agent.model import M3Model, Span
+from m3agent.runtime import Sampling, Sequence
+from m3agent.runtime.runtime import Opening
+from m3agent.runtime.scheduler import CHUNK
+from tests.runtime.test_sequence import NO_STOP, check_logits, generated, prompt, sampled
+from tests.runtime.tiny import watch
+
+pytestmark = pytest.mark.anyio
+Open = Callable[..., Opening]
+
+
+class Gate:
+    """Holds the worker before a step until it is opened."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[int, int]]] = []  # per step: (start, tokens) of every span
+        self.arrived, self.open = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, spans: list[Span]) -> None:
+        self.steps.append([(span.start, len(span.ids)) for span in spans])
+        self.arrived.release()
+        assert self.open.acquire(timeout=20)
+
+    async def reached(self) -> None:
+        assert await anyio.to_thread.run_sync(lambda: self.arrived.acquire(timeout=20))
+
+
+async def test_a_long_prompt_does_not_stall_decodes_and_prompts_take_turns(opening: Open) -> None:
+    async with opening(8192) as runtime:
+        gate = Gate()
+        watch(runtime, gate)
+        short, first, second = runtime.sequence(), runtime.sequence(), runtime.sequence()
+        short.append(prompt(3))
+        first.append(prompt(2 * CHUNK + 10))
+        second.append(prompt(CHUNK + 20))
+        async with anyio.create_task_group() as group:
+            group.start_soon(generated, short, sampled(6))
+            await gate.reached()
+            async with first.generate(sampled(1)), second.generate(sampled(1)):
+                for _ in range(5):
+                    gate.open.release()
+                    await gate.reached()
+                group.cancel_scope.cancel()
+                for _ in range(9):
+                    gate.open.release()
+        assert gate.steps[:6] == [
+            [(0, 3)],
+            [(3, 1), (0, CHUNK)],
+            [(4, 1), (0, CHUNK)],
+            [(5, 1), (CHUNK, CHUNK)],
+            [(6, 1), (CHUNK, 20), (2 * CHUNK, 10)],
+            [(7, 1)],
+        ]
+
+
+async def test_a_cancel_takes_effect_after_the_running_step(opening: Open, model: M3Model) -> None:
+    async with opening(4096) as runtime:
+        gate = Gate()
+        watch(runtime, gate)
+        sequence = runtime.sequence()
+        sequence.append(prompt(3 * CHUNK))
+        with anyio.CancelScope() as scope:
+            async with sequence.generate(sampled(5)):
+                await gate.reached()
+                scope.cancel()
+                gate.open.release()
+                await anyio.sleep_forever()
+        assert len(gate.steps) == 1
+        assert sequence.cached_tokens == CHUNK
+        assert sequence.tokens == prompt(3 * CHUNK)
+        assert runtime.stats().used_pages == CHUNK // 8
+        gate.open.release(99)
+        async with sequence.generate(sampled(2)) as stream:
+            assert len([token async for token in stream]) == 2
+        assert stream.usage.reused_tokens == CHUNK
+        assert stream.usage.recomputed_tokens == 0
+        await check_logits(sequence, model)
+
+
+async def test_a_fault_in_one_request_leaves_the_others(opening: Open) -> None:
+    bad = 255
+
+    def fail(spans: list[Span]) -> None:
+        if any(bad in span.ids.tolist() for span in spans):
+            raise ZeroDivisionError("a bad token")
+
+    async with opening() as runtime:
+        expected = runtime.sequence()
+        expected.append([1, 2, 3])
+        tokens = await generated(expected, Sampling(0.0, max_tokens=20, stop=NO_STOP))
+        assert bad not in [token.id for token in tokens]
+        watch(runtime, fail)
+        results: list[list[int]] = []
+
+        async def good() -> None:
+            sequence = runtime.sequence()
+            sequence.append([1, 2, 3])
+            results.append([t.id for t in await generated(sequence, Sampling(0.0, max_tokens=20, stop=NO_STOP))])
+
+        async def broken() -> None:
+            sequence = runtime.sequence()
+            sequence.append([5, bad])
+            with pytest.raises(ZeroDivisionError, match="a bad token"):
+                await generated(sequence, sampled(5))
+            sequence.close()
+
+        async with anyio.create_task_group() as group:
+            for task in (good, broken, good, broken):
+                group.start_soon(task)
+        assert results == [[token.id for token in tokens]] * 2
+        expected.close()
+        assert runtime.stats().active_requests == 0
+
+
+async def test_a_fault_of_the_engine_itself_reaches_every_reader(opening: Open) -> None:
+    def crash(spans: list[Span]) -> None:
+        raise SystemExit("the worker dies")
+
+    async with opening() as runtime:
+        watch(runtime, crash)
+        sequence = runtime.sequence()
+        sequence.append([1])
+        with pytest.raises(RuntimeClosed, match="the worker dies"):
+            await generated(sequence, sampled(1))
+        with pytest.raises(RuntimeClosed):
+            runtime.sequence()
+
+
+async def test_closing_the_runtime_ends_running_streams(opening: Open) -> None:
+    runtime = await opening()
+    ended: list[Sequence] = []
+
+    async def run() -> None:
+        sequence = runtime.sequence()
+        sequence.append(prompt(5))
+        with pytest.raises(RuntimeClosed, match="runtime was closed"):
+            await generated(sequence, sampled(2000))
+        ended.append(sequence)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        group.start_soon(run)
+        while runtime.stats().output_tokens < 10:
+            await anyio.sleep(0.001)
+        group.start_soon(runtime.close)
+        await runtime.close()
+    await runtime.close()
+    assert len(ended) == 2
+    assert not any(thread.name == "m3agent-engine" for thread in threading.enumerate())
+    sequence = ended[0]
+    with pytest.raises(RuntimeClosed):
+        await generated(sequence, sampled(1))
+    with pytest.raises(RuntimeClosed):
+        sequence.fork()
+    sequence.close()
+
+
+EXIT = """
+import sys, threading
+import m3agent.runtime
+assert threading.active_count() == 1, "a thread at import"
+import anyio
+from m3agent.runtime import Runtime, Sampling
+
+async def main():
+    runtime = await Runtime.open(sys.argv[1], cache_tokens=4096)
+    sequence = runtime.sequence()
+    sequence.append([1, 2, 3])
+    stream = sequence.generate(Sampling(stop=frozenset()))
+    await stream.__aenter__()
+    await anext(stream)
+    return runtime, sequence, stream
+
+left = anyio.run(main)
+print("bye")
+"""
+
+
+def test_the_interpreter_ends_with_an_unclosed_runtime_at_work(checkpoint: Path) -> None:
+    command = [sys.executable, "-X", "dev", "-W", "error", "-W", "ignore::DeprecationWarning", "-c", EXIT]
+    done = subprocess.run([*command, str(checkpoint)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")
