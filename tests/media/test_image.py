@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pydantic
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image as Pil
 
 from m3agent.errors import ImageError
@@ -54,6 +57,23 @@ def test_a_picture_cut_short_is_an_error(kind: str, share: float, tmp_path: Path
     assert str(path) in message
     assert kind.lower() in message
     assert str(path.stat().st_size) in message
+
+
+@given(st.sampled_from(KINDS), st.data())
+def test_damaged_pictures_raise_nothing_else(kind: str, data: st.DataObject) -> None:
+    encoded = bytearray(encode(PHOTO.resize((12, 8)), kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ImageError):
+        image = Image(bytes(encoded)).load()
+        assert image.rgb.shape == (image.height, image.width, 3)
+
+
+@given(st.binary(max_size=300))
+def test_sniffing_and_loading_any_bytes(data: bytes) -> None:
+    assert sniff(data).isidentifier()
+    with contextlib.suppress(ImageError):
+        Image(data).load()
 
 
 def test_progressive_jpeg_cut_short_is_an_error() -> None:

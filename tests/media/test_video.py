@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -17,7 +18,7 @@ from PIL import Image as Pil
 from m3agent.errors import MissingDependency, VideoError
 from m3agent.media import Image, PixelSpec, Video, video_patches
 from m3agent.media import video as video_module
-from m3agent.media.films import Frame
+from m3agent.media.films import Frame, frame_time
 from m3agent.media.video import sample
 from tests.media.makers import avi, encode, encode_film, film, mp4, turn_mp4, y4m
 
@@ -56,6 +57,24 @@ def test_sampling_of_any_times(gaps: list[float], fps: float) -> None:
     for before, after in itertools.pairwise(kept):
         assert not [time for time in times if before < time < after and time >= before + 1 / fps - 1e-4]
     assert [time for time, _ in sample(frames, None)] == times
+
+
+@pytest.mark.parametrize(
+    ("rate", "stamps", "expected"),
+    [
+        (30.0, [0.0, 0.033, 0.067, 0.1], [0.0, 1 / 30, 2 / 30, 0.1]),  # a millisecond clock's rounding is undone
+        (10.0, [0.0, 0.5, 0.6, 2.0], [0.0, 0.5, 0.6, 2.0]),  # a variable rate keeps its own times
+        (10.0, [0.0, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3]),  # no times in the file
+        (0.0, [0.0, 0.0, 0.0], [0.0, 0.04, 0.08]),  # neither times nor a rate
+        (10.0, [0.0, 0.1, 5.0, 0.3], [0.0, 0.1, 5.0, 5.1]),  # never backwards
+    ],
+)
+def test_frame_times(rate: float, stamps: list[float], expected: list[float]) -> None:
+    times, last = [], -1.0
+    for index, stamp in enumerate(stamps):
+        last = frame_time(index, rate, stamp, last)
+        times.append(last)
+    assert times == pytest.approx(expected, abs=1e-12)
 
 
 def test_film_from_path_and_bytes(tmp_path: Path) -> None:
@@ -205,6 +224,15 @@ def test_damaged_animation_keeps_what_decodes() -> None:
     assert clip.warnings[0].startswith("2 of 4 frames could be decoded")
     with pytest.raises(VideoError, match="no frame could be decoded"):
         Video(encoded[: len(encoded) // 10]).load()
+
+
+@given(st.sampled_from(["GIF", "WEBP", "PNG"]), st.data())
+def test_damaged_animations_raise_nothing_else(kind: str, data: st.DataObject) -> None:
+    encoded = bytearray(encode_film(moving(2), kind, [100, 100]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(VideoError):
+        assert len(Video(bytes(encoded)).frames) >= 1
 
 
 def test_a_list_of_frames() -> None:

@@ -57,7 +57,7 @@ def _captured(capture: Any, cv2: Any, warnings: list[str]) -> Generator[Frame]:
     announced = capture.get(cv2.CAP_PROP_FRAME_COUNT)
     index, decoded, time = 0, 0, -1.0
     while capture.grab():
-        time = _time(index, rate, capture.get(cv2.CAP_PROP_POS_MSEC) / 1000, time)
+        time = frame_time(index, rate, capture.get(cv2.CAP_PROP_POS_MSEC) / 1000, time)
         good, frame = capture.retrieve()
         if good and frame is not None:
             decoded += 1
@@ -67,9 +67,9 @@ def _captured(capture: Any, cv2: Any, warnings: list[str]) -> Generator[Frame]:
         warnings.append(f"{decoded} frames could be decoded, the file announces {int(announced)}")
 
 
-def _time(index: int, rate: float, stamp: float, last: float) -> float:
+def frame_time(index: int, rate: float, stamp: float, last: float) -> float:
     """Seconds of frame `index`: `stamp` is what the file says, `last` the time of the frame before (-1 for none)."""
-    if rate and abs(stamp - index / rate) <= _ROUNDING:
+    if rate and last < index / rate and abs(stamp - index / rate) <= _ROUNDING:
         return index / rate
     if math.isfinite(stamp) and stamp > last:
         return stamp

@@ -100,7 +100,7 @@ class Image:
         self.background = parse_colour(background, ImageError)
         self.max_pixels = max_pixels
         self._decoded: _Decoded | None = None
-        self._source: Path | bytes | None = None
+        self._source: Path | bytes = b""
         match source:
             case bytes() | bytearray() | memoryview():
                 self.name = "<bytes>"
@@ -200,8 +200,7 @@ class Image:
 
     def _data(self) -> _Decoded:
         if self._decoded is None:
-            self._decoded = self._decode()
-            self._source = None
+            self._decoded = self._decode()  # two threads at once do it twice, with the same result
         return self._decoded
 
     def _take_pixels(self, source: Pil.Image | NDArray[Any]) -> _Decoded:
@@ -219,7 +218,7 @@ class Image:
 
     def _decode(self) -> _Decoded:
         source = self._source
-        encoded = source if isinstance(source, bytes) else read_file(Path(self.name), MAX_FILE_BYTES, ImageError)
+        encoded = source if isinstance(source, bytes) else read_file(source, MAX_FILE_BYTES, ImageError)
         kind = sniff(encoded)
         if kind not in DECODERS:
             raise ImageError(

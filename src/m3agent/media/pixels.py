@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,9 +94,9 @@ class Patches:
     grids: list[tuple[int, int, int]]  # (temporal, high, wide) in patches; a film has one for each segment
     digest: str  # of `pixels` and `grids`: equal input to the vision tower
     kind: Literal["image", "video"]
-    timestamps: list[float] | None = field(default=None)  # seconds, one per temporal patch; films only
-    tokens: int = 0  # in the text, placeholders only
-    tokens_per_frame: int = 0  # per temporal patch
+    timestamps: list[float] | None  # seconds, one per temporal patch; films only
+    tokens: int  # in the text, placeholders only
+    tokens_per_frame: int  # per temporal patch
 
 
 def size_rule(height: int, width: int, low: int, high: int, factor: int = 28) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class Video:
         self.background = parse_colour(background, VideoError)
         self.max_frames = max_frames
         self._decoded: _Decoded | None = None
-        self._source: Path | bytes | None = None
+        self._source: Path | bytes = b""
         if isinstance(source, bytes | bytearray | memoryview):
             self.name = "<bytes>"
             self._source = bytes(source)
@@ -89,7 +89,7 @@ class Video:
             self._decoded = self._take_frames(source, frame_rate)
         else:
             raise VideoError(f"a Video is made from a path, bytes or a sequence of frames, not {type(source).__name__}")
-        if self._source is not None and frame_rate is not None:
+        if self._decoded is None and frame_rate is not None:
             raise VideoError("frame_rate is for a sequence of frames; a film knows its own")
 
     def load(self) -> Video:
@@ -175,13 +175,12 @@ class Video:
 
     def _data(self) -> _Decoded:
         if self._decoded is None:
-            self._decoded = self._decode()
-            self._source = None
+            self._decoded = self._decode()  # two threads at once do it twice, with the same result
         return self._decoded
 
     def _decode(self) -> _Decoded:
         source = self._source
-        encoded = source if isinstance(source, bytes) else read_file(Path(self.name), MAX_FILE_BYTES, VideoError)
+        encoded = source if isinstance(source, bytes) else read_file(source, MAX_FILE_BYTES, VideoError)
         kind = sniff(encoded)
         warnings: list[str] = []
         if kind in ANIMATIONS:
