@@ -65,6 +65,17 @@ async def test_a_long_prompt_does_not_stall_decodes_and_prompts_take_turns(openi
         ]
 
 
+async def test_a_later_prompt_is_cut_at_the_same_positions(opening: Open) -> None:
+    async with opening(2048) as runtime:
+        steps: list[tuple[int, int]] = []
+        watch(runtime, lambda spans: steps.extend((span.start, len(span.ids)) for span in spans))
+        sequence = runtime.sequence()
+        for count in (CHUNK - 100, CHUNK):
+            sequence.append(prompt(count))
+            await sequence.logits()
+        assert steps == [(0, CHUNK - 100), (CHUNK - 100, 100), (CHUNK, CHUNK - 100)]
+
+
 async def test_a_cancel_takes_effect_after_the_running_step(opening: Open, model: M3Model) -> None:
     async with opening(4096) as runtime:
         gate = Gate()

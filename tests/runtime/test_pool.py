@@ -26,6 +26,7 @@ class Pages(RuleBasedStateMachine):
     def copy_page(self, source: int, target: int) -> None:
         self.memory[target] = list(self.memory[source])
 
+    @precondition(lambda self: len(self.tables) < 4)
     @rule()
     def open(self) -> None:
         self.tables.append(BlockTable(self.pool, PAGE))
@@ -47,7 +48,7 @@ class Pages(RuleBasedStateMachine):
             self.clock += 1
         table.advance(count)
 
-    @precondition(lambda self: self.tables)
+    @precondition(lambda self: 0 < len(self.tables) < 4)
     @rule(which=st.integers(0, 99))
     def fork(self, which: int) -> None:
         self.tables.append(self.tables[which % len(self.tables)].fork())
@@ -85,7 +86,23 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPages.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_who_writes_first_to_a_shared_page_gets_a_copy() -> None:
+    pool, copies = PagePool(8), list[tuple[int, int]]()
+    parent = BlockTable(pool, PAGE)
+    parent.reserve(6, lambda *pages: copies.append(pages))
+    parent.advance(6)
+    child = parent.fork()
+    shared = list(parent.pages)
+    for table in (child, parent):
+        table.reserve(7, lambda *pages: copies.append(pages))
+        table.advance(1)
+    assert parent.pages == shared
+    assert child.pages[0] == shared[0]
+    assert copies == [(shared[1], child.pages[1])]
+    assert pool.used == 3
 
 
 def test_sequences_that_grow_in_turn_stay_contiguous() -> None:

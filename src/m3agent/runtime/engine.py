@@ -251,6 +251,4 @@ class Engine:
             if request.table.closed:
                 request.table.release()
                 error = error or RuntimeClosed("the sequence was closed")
-            else:
-                request.table.trim()
         request.mailbox.put(Ended(finish, error, logits))

@@ -61,13 +61,9 @@ class BlockTable:
         return again
 
     def cut(self, tokens: int) -> None:
-        """The sequence now has only `tokens` tokens: forget what lies behind them."""
+        """The sequence has `tokens` tokens and no more: forget what lies behind them, give back pages without any."""
         self.cached = min(self.cached, tokens)
         self.high_water = min(self.high_water, tokens)
-        self.trim()
-
-    def trim(self) -> None:
-        """Give back the pages that were reserved and hold no cached token."""
         keep = -(-self.cached // self.page_tokens)
         if keep < len(self.pages):
             self.pool.release(self.pages[keep:])
