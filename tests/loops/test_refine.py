@@ -224,7 +224,7 @@ async def test_time_runs_out_while_the_model_writes():
                         await anyio.sleep_forever()
 
     session = Slow(["100"], "Done.")
-    result = await run(session, stop=Stop(seconds=0.2))
+    result = await run(session, stop=Stop(seconds=1.0))
     assert result.stopped == "seconds"
     assert len(result.steps) == 1
     assert session.left
