@@ -17,6 +17,7 @@ from m3agent.chat.parse import (
 )
 from m3agent.chat.render import render, render_next, tool_json
 from m3agent.chat.segments import Control, Media, Prompt, Segment, Text, encode, segments_to_text
+from m3agent.chat.template import ChatFormat
 from m3agent.chat.tokenizer import Detokenizer, Tokenizer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "CallProgress",
     "CallStarted",
     "ChatCall",
+    "ChatFormat",
     "ChatMessage",
     "Control",
     "Detokenizer",

@@ -61,7 +61,7 @@ def render(
 
     Raises ConversationError for messages that the format cannot express, ToolDefinitionError for a nameless tool.
     """
-    _check_mode(thinking)
+    check_mode(thinking)
     identity, instructions, rest = split_head(messages)
     out = SegmentWriter()
     out.template(f"{markers.DOCUMENT}{markers.ROLE}system\n")
@@ -90,7 +90,7 @@ def render_next(
     A turn that ended by itself has the end token as its last id; the newline after it comes from here. `after_cut`
     says that it has not (a token limit, a cancelled stream, another stop token taken off), and ends it first.
     """
-    _check_mode(thinking)
+    check_mode(thinking)
     for message in messages:
         check_message(message)
         if message.role not in ("user", "tool"):
@@ -156,6 +156,7 @@ def _write_generation_prompt(thinking: Thinking, out: SegmentWriter) -> None:
         out.control(markers.THINK_END)
 
 
-def _check_mode(thinking: str) -> None:
+def check_mode(thinking: str) -> None:
+    """Raises ConversationError for a thinking mode that the format does not have."""
     if thinking not in THINKING_MODES:
         raise ConversationError(f"unknown thinking mode {thinking!r}: use one of {', '.join(THINKING_MODES)}")
