@@ -121,13 +121,15 @@ class RunStream:
 
     def _stop(self) -> None:
         """Leave the session so that it can go on. Waits for nothing; a dropped token stream ends itself."""
+        if not self._holds:
+            return
         self._tokens = None
         if self._turn is not None:
             turn, self._turn = self._turn, None
             turn.finish()
-            message = turn.message()
-            self._history.end_turn(message)
-            self._answer_all(message.calls, CANCELLED)
+            self._history.end_turn(turn.message())
+        if self._history.messages:
+            self._answer_all(self._history.messages[-1].calls, CANCELLED)
         self._release()
 
     # The steps -------------------------------------------------------------------------------------------------

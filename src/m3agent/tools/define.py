@@ -86,7 +86,7 @@ def _define(
     signature = read_signature(function, name, local_names)
     if signature.returns is not MISSING:
         check_return(name, signature.returns)
-    doc = read_doc(inspect.getdoc(function) if inspect.isroutine(function) else type(function).__doc__)
+    doc = read_doc(function.__doc__ if inspect.isroutine(function) else type(function).__doc__)
     descriptions = {documented.lstrip("*"): text for documented, text in doc.parameters.items()}
     known = {parameter.name for parameter in signature.parameters}
     for unknown in descriptions.keys() - known:

@@ -7,6 +7,7 @@ section, and "Keyword Args" (Google) or "Other Parameters" (Google) are no secti
 from __future__ import annotations
 
 import inspect
+import textwrap
 from dataclasses import dataclass
 
 from docstring_parser import Docstring, ParseError, google, numpydoc, rest
@@ -36,7 +37,8 @@ def read_doc(docstring: str | None) -> Doc:
     """Read a docstring in whichever of the three styles finds most parameters in it. Never raises."""
     if not docstring or not docstring.strip():
         return Doc("", {})
-    text = f"{_SUMMARY}\n\n{inspect.cleandoc(docstring)}"
+    docstring = _clean(docstring)
+    text = f"{_SUMMARY}\n\n{docstring}"
     readings: list[Doc] = []
     for parse in (_GOOGLE.parse, _NUMPY.parse, rest.parse):
         try:
@@ -46,8 +48,17 @@ def read_doc(docstring: str | None) -> Doc:
     best = max(readings, key=lambda doc: len(doc.parameters), default=None)
     # With no parameters found the text is taken whole: a style that met a section of its own may have dropped a part.
     if best is None or (not best.parameters and len({doc.description for doc in readings}) > 1):
-        return min(readings, key=lambda doc: len(doc.description), default=Doc(inspect.cleandoc(docstring), {}))
+        return min(readings, key=lambda doc: len(doc.description), default=Doc(docstring, {}))
     return best
+
+
+def _clean(docstring: str) -> str:
+    """Without the source's indentation, which cannot be told from a section's own when a title is the first line."""
+    clean = inspect.cleandoc(docstring)
+    title, _, rest = clean.partition("\n")
+    if title.removesuffix(":") in _GOOGLE.sections and title.endswith(":") and not rest[:1].isspace():
+        return f"{title}\n{textwrap.indent(rest, '    ')}"
+    return clean
 
 
 def _doc(parsed: Docstring) -> Doc:

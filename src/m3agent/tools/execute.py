@@ -57,17 +57,18 @@ async def call_tool(
 async def _in_thread(function: Callable[[], Any], context: Context) -> Any:
     started, finished = threading.Event(), threading.Event()
 
-    def work() -> Any:
+    def work() -> tuple[Any]:  # in a tuple: trio refuses a coroutine as what a thread's function returns
         started.set()
         try:
             # Set before the thread came to run: the wait below is already over, so nothing may start any more.
-            return None if context.cancelled else function()
+            return (None if context.cancelled else function(),)
         finally:
             finished.set()
 
     try:
-        # A limiter of its own: the application's threads, all busy, must not hold up a tool.
-        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        # Of its own: the application's threads, all busy, must not hold up a tool.
+        limiter = anyio.CapacityLimiter(1)
+        return (await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter))[0]
     except anyio.get_cancelled_exc_class():
         context.cancel()
         if started.is_set():

@@ -42,6 +42,8 @@ def _tidy(schema: Any, definitions: Mapping[str, Schema], recursive: set[str]) -
         return _tidy({**definitions[name], **siblings}, definitions, recursive)
     # "discriminator" is OpenAPI's, and points to definitions that are gone
     kept = {key: value for key, value in node.items() if key not in ("title", "discriminator")}
+    if kept.get("additionalProperties") is False:
+        del kept["additionalProperties"]  # validation says it when it happens
     order = [key for key in ("type", "description") if key in kept]
     ordered = {key: kept[key] for key in (*order, *(key for key in kept if key not in order))}
     return _map_parts(ordered, lambda part: _tidy(part, definitions, recursive))
