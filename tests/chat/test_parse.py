@@ -293,4 +293,4 @@ def test_the_buffer_stays_short():
     text = marked("§<tool_call>" + '§<invoke name="look_up">§<word>' + "]<]minimax[" * 500 + "§<" + "y" * 3000)
     for character in text:
         parser.feed(character)
-        assert len(parser._buffer) - parser._at <= 1024 + len(NS)
+        assert parser._scanner.held <= 1024 + len(NS)
