@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from m3agent.chat.messages import THINKING_MODES, Thinking
 from m3agent.content import Content, Message
@@ -75,7 +75,7 @@ class Agent:
         Raises RuntimeClosed, ConversationError for messages in which results do not follow their calls.
         """
         runtime = self.runtime
-        thinking = self.thinking or cast("Thinking | None", runtime.defaults.thinking_mode) or "adaptive"
+        thinking = self.thinking or runtime.defaults.thinking_mode or "adaptive"
         history = History(runtime, self.instructions, thinking, self._tools, messages)
         return Session(history, self._sampling or runtime.defaults.sampling(), self.max_turns)
 

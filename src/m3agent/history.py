@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, encode, markers, render, render_next
+from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, encode, markers
 from m3agent.chat.messages import Thinking
 from m3agent.content import Message, Text, ToolResult
 from m3agent.errors import ContextOverflow, ConversationError, MediaError, RuntimeClosed
@@ -117,11 +117,11 @@ class History:
             raise ConversationError("there is nothing to answer: pass a text or a picture")
         added = [*self._waiting, *(_chat([message], self.runtime.pixels) if message is not None else [])]
         if self._sequence is not None:
-            segments = render_next(added, self.thinking, after_cut=self._cut)
+            segments = self.runtime.chat_format.render_next(added, self.thinking, after_cut=self._cut)
         else:
             head = [ChatMessage("developer", [self._instructions])] if self._instructions else []
             restored = _chat(self._restored, self.runtime.pixels)
-            segments = render([*head, *restored, *added], self.definitions, self.thinking)
+            segments = self.runtime.chat_format.render([*head, *restored, *added], self.definitions, self.thinking)
         return encode(segments, self.runtime.tokenizer)
 
 

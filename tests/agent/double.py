@@ -16,7 +16,7 @@ from typing import Any, Self
 import anyio
 import anyio.lowlevel
 
-from m3agent.chat import ReplyParser, Tokenizer
+from m3agent.chat import ChatFormat, ReplyParser, Tokenizer
 from m3agent.media.pixels import Patches, PixelSpec
 from m3agent.runtime import Defaults, Sampling, Token, Usage
 from tests.runtime.tiny import write_tokenizer
@@ -70,6 +70,7 @@ class Fuse:
 @dataclass
 class ScriptedRuntime:
     tokenizer: Tokenizer
+    chat_format: ChatFormat = field(init=False)
     replies: list[str] = field(default_factory=list[str])  # one a turn, across all sequences
     context_length: int = 1_000_000
     pixels: PixelSpec | None = field(default_factory=PixelSpec)
@@ -79,6 +80,9 @@ class ScriptedRuntime:
     media: list[Patches] = field(default_factory=list[Patches])  # every picture that was appended, in order
     samplings: list[Sampling] = field(default_factory=list[Sampling])
     closed_sequences: int = 0
+
+    def __post_init__(self) -> None:
+        self.chat_format = ChatFormat(self.tokenizer)
 
     def says(self, *replies: str) -> Self:
         """Add turns; each is ended by the end token, unless it ends in "…" (a turn that only a limit ends)."""

@@ -441,7 +441,7 @@ def test_errors_name_the_place_and_stay_short() -> None:
     "docstring",
     [
         "Args:\n    a (int): the\n        first one\nKeyword Args:\n    k: the key\nReturns:\n    nothing",
-        "Parameters\n----------\na : int\n    the\n    first one\n\nOther Parameters\n----------------\nk\n    the key\n",
+        "Parameters\n----------\na\n    the\n    first one\n\nOther Parameters\n----------------\nk\n    the key\n",
         ":param int a: the\n    first one\n:keyword k: the key\n:returns: nothing",
     ],
     ids=["google", "numpy", "sphinx"],

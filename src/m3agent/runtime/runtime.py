@@ -14,7 +14,7 @@ import anyio.from_thread
 import anyio.to_thread
 import torch
 
-from m3agent.chat import Tokenizer
+from m3agent.chat import ChatFormat, Tokenizer
 from m3agent.errors import CheckpointError, RuntimeClosed
 from m3agent.media.pixels import PixelSpec
 from m3agent.model import KVPages, M3Config, M3Model, load_model, resolve
@@ -51,11 +51,13 @@ class Runtime:
         *,
         pixels: PixelSpec | None,
         defaults: Defaults,
+        chat_format: ChatFormat | None = None,
         cache_tokens: int | None = None,
     ) -> None:
         self.config: M3Config = model.config
         self.fingerprint: str = model.fingerprint
         self.tokenizer = tokenizer
+        self.chat_format = chat_format or ChatFormat(tokenizer)
         self.pixels = pixels
         self.defaults = defaults
         self.can = Capabilities(images=pixels is not None, video=pixels is not None)
@@ -170,10 +172,13 @@ def _load(
         problem = f"{folder}: tokenizer.json has {tokenizer.size} ids, the model's vocabulary {config.text.vocab_size}"
         raise CheckpointError(problem)
     defaults = Defaults.from_folder(folder)
+    chat_format = ChatFormat.load(folder, tokenizer)
     pixels = PixelSpec.from_folder(folder) if config.vision is not None else None
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_model(folder, device=where, dtype=dtype, progress=progress)
-    return Runtime(loaded, tokenizer, pixels=pixels, defaults=defaults, cache_tokens=cache_tokens)
+    return Runtime(
+        loaded, tokenizer, pixels=pixels, defaults=defaults, chat_format=chat_format, cache_tokens=cache_tokens
+    )
 
 
 def _page_count(model: M3Model, cache_tokens: int | None) -> int:

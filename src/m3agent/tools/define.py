@@ -66,16 +66,28 @@ def tool(
     Raises ToolDefinitionError, which names the tool and the parameter. Warns (UserWarning) when the docstring
     describes a parameter that does not exist.
     """
-    frame = inspect.currentframe()
-    # Annotations may name classes of the function around the tool; those are found in the caller's frame only.
-    local_names = dict(frame.f_back.f_locals) if frame is not None and frame.f_back is not None else {}
+    local_names = _names_around_the_tool()
+    if function is not None:
+        return _define(function, name or _name_of(function), description, local_names)
 
     def define(function: Callable[..., Any]) -> Tool[..., Any]:
-        return _define(
-            function, name or getattr(function, "__name__", type(function).__name__), description, local_names
-        )
+        return _define(function, name or _name_of(function), description, local_names)
 
-    return define if function is None else define(function)
+    return define
+
+
+def _names_around_the_tool() -> dict[str, Any]:
+    """Annotations may name classes of the function around the tool; they are found in that function's frame only."""
+    frame = inspect.currentframe()
+    try:
+        caller = frame and frame.f_back and frame.f_back.f_back
+        return dict(caller.f_locals) if caller else {}
+    finally:
+        del frame  # a frame that refers to itself is freed late
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _define(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from docstring_parser import Docstring, ParseError, google, numpydoc, rest
 
 _KEYWORD_TITLES = ("Keyword Args", "Keyword Arguments", "Other Parameters", "Other Args", "Other Arguments")
+_TITLES = {"Args", "Arguments", "Parameters", "Params", *_KEYWORD_TITLES}
 _GOOGLE = google.GoogleParser(
     [
         *google.DEFAULT_SECTIONS,
@@ -56,7 +57,7 @@ def _clean(docstring: str) -> str:
     """Without the source's indentation, which cannot be told from a section's own when a title is the first line."""
     clean = inspect.cleandoc(docstring)
     title, _, rest = clean.partition("\n")
-    if title.removesuffix(":") in _GOOGLE.sections and title.endswith(":") and not rest[:1].isspace():
+    if title.removesuffix(":") in _TITLES and title.endswith(":") and not rest[:1].isspace():
         return f"{title}\n{textwrap.indent(rest, '    ')}"
     return clean
 

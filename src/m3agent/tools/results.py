@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin
 import numpy as np
 from PIL import Image as Pil
 from pydantic import TypeAdapter
-from pydantic.errors import PydanticUserError
+from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from m3agent.errors import ToolDefinitionError, ToolError
@@ -78,6 +78,8 @@ def check_return(tool: str, hint: Any) -> None:
             continue
         try:
             TypeAdapter(leaf)
+        except PydanticUndefinedAnnotation:
+            continue  # names that exist for type checkers alone: what comes is seen when it comes
         except PydanticUserError as error:
             raise ToolDefinitionError(
                 f"tool {tool!r} returns {type_name(leaf)}, which is neither text, JSON nor a picture: return str, "
