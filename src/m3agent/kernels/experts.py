@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from m3agent.kernels.linear import linear
 from m3agent.kernels.swiglu import swiglu_oai
 
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: float) -> Tensor:
     """x: [n, hidden]; gate_up: [2 · inner, hidden], gate rows first; down: [hidden, inner]. Returns [n, hidden]."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(swiglu_oai(gate, up, alpha, limit), down)
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(swiglu_oai(gate, up, alpha, limit), down)
 
 
 def routed_experts(
@@ -24,10 +24,13 @@ def routed_experts(
     down: [experts, hidden, inner]. Only chosen experts are touched. Returns [n, hidden].
     """
     n, k = chosen.shape
+    if n == 1:  # decoding: no rows to sort
+        outs = [gated_mlp(x, gate_up[expert], down[expert], alpha, limit) for expert in chosen[0].tolist()]
+        return torch.mm(weights, torch.cat(outs).float()).to(x.dtype)
     order = chosen.flatten().argsort(stable=True)  # rows (token, place) sorted by expert
     counts = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()
     rows = x[order // k]  # [n · k, hidden]
-    outs: list[Tensor] = []
+    outs = []
     begin = 0
     for expert, count in enumerate(counts):
         if count:

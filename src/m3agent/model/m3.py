@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m3agent.kernels.linear import linear
 from m3agent.kernels.norm_rope import paired_rope_table
 from m3agent.model.batch import Span, place
 from m3agent.model.config import M3Config
@@ -62,7 +63,7 @@ class M3Model:
             x = decoder_layer(x, layer_weights, layer, t, rope, batch, pages)
         if logits == "last" and x.shape[0] > len(batch):
             x = x[torch.tensor([p.end - 1 for p in batch], device=x.device)]
-        out = F.linear(gained_norm(x, w.norm, t.rms_norm_eps), w.head).float()
+        out = linear(gained_norm(x, w.norm, t.rms_norm_eps), w.head).float()
         return list(out.split([1 if logits == "last" else p.end - p.begin for p in batch]))
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from m3agent.kernels.attention import causal_attention
 from m3agent.kernels.experts import gated_mlp, routed_experts
+from m3agent.kernels.linear import linear
 from m3agent.kernels.norm_rope import norm_rope
 from m3agent.kernels.router import route
 from m3agent.kernels.select import block_scores, select_blocks
@@ -35,7 +36,7 @@ def decoder_layer(
 ) -> Tensor:
     """x: [tokens, hidden] → the same; writes the tokens' k, v and index keys of this layer into the pages."""
     attended = attention(gained_norm(x, w.attention.norm, t.rms_norm_eps), w.attention, layer, t, rope, batch, pages)
-    x = x + F.linear(attended, w.attention.out)
+    x = x + linear(attended, w.attention.out)
     return x + mlp(gained_norm(x, w.mlp_norm, t.rms_norm_eps), w.mlp, t)
 
 
@@ -76,7 +77,7 @@ def project(
     """q [n, heads, d], k, v [n, kv_heads, d], index q [n, index_heads, e], index k [n, e]: normed and turned."""
     n, d = x.shape[0], t.head_dim
     heads, kv_heads = t.num_attention_heads, t.num_key_value_heads
-    rows = F.linear(x, w.qkv)
+    rows = linear(x, w.qkv)
     width = w.gain.numel()
     turned = norm_rope(rows[:, :width].view(n, -1, d), w.gain, *rope, t.rms_norm_eps)
     q, k = turned[:, :heads], turned[:, heads : heads + kv_heads]

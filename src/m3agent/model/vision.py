@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m3agent.kernels.linear import linear
 from m3agent.kernels.segments import segment_attention
 from m3agent.model.config import VisionConfig
 from m3agent.model.weights import Linear, VisionLayerWeights, VisionWeights
@@ -23,7 +24,7 @@ def encode_patches(pixels: Tensor, grids: list[Grid], w: VisionWeights, c: Visio
 
 def vision_tower(pixels: Tensor, grids: list[Grid], w: VisionWeights, c: VisionConfig) -> Tensor:
     """Last hidden state [patches, width]; there is no norm behind the last layer."""
-    x = _norm(F.linear(pixels.to(w.patch.dtype), w.patch), w.pre_norm, c)
+    x = _norm(linear(pixels.to(w.patch.dtype), w.patch), w.pre_norm, c)
     rope = vision_rope(patch_positions(grids, c.spatial_merge_size).to(x.device), c)
     lengths = [t * h * width for t, h, width in grids]
     for layer in w.layers:
@@ -63,10 +64,10 @@ def _layer(
     x: Tensor, w: VisionLayerWeights, rope: tuple[Tensor, Tensor], lengths: list[int], c: VisionConfig
 ) -> Tensor:
     n = x.shape[0]
-    qkv = F.linear(_norm(x, w.norm1, c), w.qkv.weight, w.qkv.bias).view(n, 3, c.num_attention_heads, -1)
+    qkv = linear(_norm(x, w.norm1, c), w.qkv.weight, w.qkv.bias).view(n, 3, c.num_attention_heads, -1)
     turned = _turn(qkv[:, :2].flatten(1, 2), *rope).view(n, 2, c.num_attention_heads, -1)
     attended = segment_attention(turned[:, 0], turned[:, 1], qkv[:, 2], lengths).reshape(n, -1)
-    x = x + F.linear(attended, w.out.weight, w.out.bias)
+    x = x + linear(attended, w.out.weight, w.out.bias)
     return x + _mlp(_norm(x, w.norm2, c), w.fc1, w.fc2)
 
 
@@ -84,4 +85,4 @@ def _norm(x: Tensor, w: Linear, c: VisionConfig) -> Tensor:
 
 
 def _mlp(x: Tensor, first: Linear, second: Linear) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, first.weight, first.bias)), second.weight, second.bias)
+    return linear(F.gelu(linear(x, first.weight, first.bias)), second.weight, second.bias)

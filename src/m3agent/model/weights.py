@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from m3agent.errors import CheckpointError
+from m3agent.kernels.linear import input_major
 from m3agent.model.config import M3Config, TextConfig
 from m3agent.model.released import released_config, released_tensors
 
@@ -101,8 +102,15 @@ class Reader:
         self.digest = hashlib.blake2b(json.dumps(released_config(self.config), sort_keys=True).encode(), digest_size=16)
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = self.raw(name)
-        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+        return self.raw(name).to(device=self.device, dtype=dtype or self.dtype, copy=True)
+
+    def matrix(self, name: str) -> Tensor:
+        """A weight [out, in], flattened to that if it is a convolution's."""
+        tensor = self.raw(name).flatten(1)
+        return self.empty(*tensor.shape).copy_(tensor)
+
+    def empty(self, *shape: int) -> Tensor:
+        return input_major(shape, self.dtype, self.device)
 
     def raw(self, name: str) -> Tensor:
         """One tensor as stored. The ends of every tensor enter the fingerprint: enough to tell trained models apart."""
@@ -127,12 +135,15 @@ class Reader:
     def rows(self, *names: str) -> Tensor:
         """Several weights under each other in one matrix, filled in place."""
         sizes = [self.shapes[name][0] for name in names]
-        fused = torch.empty(sum(sizes), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
+        fused = self.empty(sum(sizes), *self.shapes[names[0]][1:])
         for part, name in zip(fused.split(sizes), names, strict=True):
             part.copy_(self.raw(name))
         return fused
 
     def linear(self, at: str) -> Linear:
+        return Linear(self.matrix(at + ".weight"), self.take(at + ".bias"))
+
+    def norm(self, at: str) -> Linear:
         return Linear(self.take(at + ".weight"), self.take(at + ".bias"))
 
 
@@ -148,7 +159,7 @@ def build_weights(
         embed = r.take("language_model.model.embed_tokens.weight")
         layers = [_layer(r, layer) for layer in range(config.text.num_hidden_layers)]
         norm = r.gain("language_model.model.norm.weight")
-        head = r.take("language_model.lm_head.weight")
+        head = r.matrix("language_model.lm_head.weight")
         vision = _vision(r) if config.vision is not None else None
     return Weights(embed, layers, norm, head, vision, r.digest.hexdigest())
 
@@ -178,17 +189,17 @@ def _attention(r: Reader, t: TextConfig, at: str, sparse: bool) -> AttentionWeig
         if t.index_dim == t.head_dim:
             gain, index_gain = torch.cat((gain, index_gain)), None
     qkv = r.rows(*names, at + "v_proj.weight")
-    return AttentionWeights(norm, qkv, gain, index_gain, r.take(at + "o_proj.weight"))
+    return AttentionWeights(norm, qkv, gain, index_gain, r.matrix(at + "o_proj.weight"))
 
 
 def _dense(r: Reader, at: str) -> DenseWeights:
-    return DenseWeights(r.rows(at + "gate_proj.weight", at + "up_proj.weight"), r.take(at + "down_proj.weight"))
+    return DenseWeights(r.rows(at + "gate_proj.weight", at + "up_proj.weight"), r.matrix(at + "down_proj.weight"))
 
 
 def _moe(r: Reader, t: TextConfig, at: str) -> MoeWeights:
     inner, hidden = t.intermediate_size, t.hidden_size
-    gate_up = torch.empty(t.num_local_experts, 2 * inner, hidden, dtype=r.dtype, device=r.device)
-    down = torch.empty(t.num_local_experts, hidden, inner, dtype=r.dtype, device=r.device)
+    gate_up = r.empty(t.num_local_experts, 2 * inner, hidden)
+    down = r.empty(t.num_local_experts, hidden, inner)
     for expert in range(t.num_local_experts):
         name = f"{at}experts.{expert}."
         gate_up[expert, :inner].copy_(r.raw(name + "w1.weight"))
@@ -212,17 +223,17 @@ def _vision(r: Reader) -> VisionWeights:
         parts = [f"{here}self_attn.{name}_proj" for name in "qkv"]
         layers.append(
             VisionLayerWeights(
-                norm1=r.linear(here + "layer_norm1"),
+                norm1=r.norm(here + "layer_norm1"),
                 qkv=Linear(r.rows(*(p + ".weight" for p in parts)), r.rows(*(p + ".bias" for p in parts))),
                 out=r.linear(here + "self_attn.out_proj"),
-                norm2=r.linear(here + "layer_norm2"),
+                norm2=r.norm(here + "layer_norm2"),
                 fc1=r.linear(here + "mlp.fc1"),
                 fc2=r.linear(here + "mlp.fc2"),
             )
         )
     return VisionWeights(
-        patch=r.take(at + "embeddings.patch_embedding.weight").flatten(1),
-        pre_norm=r.linear(at + "pre_layrnorm"),
+        patch=r.matrix(at + "embeddings.patch_embedding.weight"),
+        pre_norm=r.norm(at + "pre_layrnorm"),
         layers=layers,
         projector=(r.linear("multi_modal_projector.linear_1"), r.linear("multi_modal_projector.linear_2")),
         merge=(r.linear("patch_merge_mlp.linear_1"), r.linear("patch_merge_mlp.linear_2")),
