@@ -65,9 +65,9 @@ class History:
 
         Raises MediaError, ConversationError (nothing to send), ContextOverflow, RuntimeClosed; then nothing was added.
         """
+        prompt = await anyio.to_thread.run_sync(self._prompt, message)
         if self._closed:
             raise RuntimeClosed("the session is closed")
-        prompt = await anyio.to_thread.run_sync(self._prompt, message)
         sequence = self._sequence or self.runtime.sequence()
         length, limit = len(sequence) + len(prompt.ids), self.runtime.context_length
         if length >= limit:

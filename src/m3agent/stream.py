@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import anyio
+from anyio.abc import TaskGroup
 
 from m3agent.chat import ChatMessage
 from m3agent.content import Content, Message, ToolCall, ToolResult, content_parts
@@ -22,6 +23,7 @@ from m3agent.errors import MediaError, SessionBusy, ToolError
 from m3agent.events import Done, Event, Reply, Stop, ToolResultEvent, TurnFinished
 from m3agent.history import CANCELLED, History, error_result
 from m3agent.tools import Context
+from m3agent.tools.arguments import clip
 from m3agent.tools.execute import GRACE, call_tool
 from m3agent.turn import TurnReader
 
@@ -66,6 +68,7 @@ class RunStream:
         self._events: deque[Event] = deque()
         # Functions of the class, not bound methods: those would be a cycle, and keep a dropped stream alive.
         self._step: Callable[[RunStream], Awaitable[None]] | None = RunStream._start
+        self._running: _Running | None = None  # while a step is on its way
         self._holds = False  # the session is ours
         self._turn: TurnReader | None = None  # while one is being generated
         self._tokens: TokenStream | None = None
@@ -94,18 +97,36 @@ class RunStream:
         return self
 
     async def __anext__(self) -> Event:
+        if self._running is not None:
+            raise RuntimeError("another task is reading this stream")
         while not self._events:
             if self._step is None:
                 raise StopAsyncIteration
-            try:
-                await self._step(self)
-            except BaseException:
-                await self.aclose()
-                raise
+            await self._advance(self._step)
         return self._events.popleft()
 
     async def aclose(self) -> None:
-        """Stop the run, if it has not ended. From any task, as often as you like."""
+        """Stop the run, if it has not ended. From any task, also while another one reads; as often as you like."""
+        if self._running is not None:
+            running = self._running
+            running.scope.cancel()
+            await running.over.wait()
+        await self._close()
+
+    async def _advance(self, step: Callable[[RunStream], Awaitable[None]]) -> None:
+        # The scope lives inside this one call, so it never crosses tasks; `aclose` of another task cancels it.
+        with anyio.CancelScope() as scope:
+            running = self._running = _Running(scope, anyio.Event())
+            try:
+                await step(self)
+            except BaseException:
+                await self._close()
+                raise
+            finally:
+                self._running = None
+                running.over.set()
+
+    async def _close(self) -> None:
         if self._step is not None:
             self._step = None
             try:
@@ -189,15 +210,22 @@ class RunStream:
         contexts = [Context(call.name, call.id) for call in calls]
         answers: list[_Answer | None] = [None] * len(calls)
         limiter = anyio.CapacityLimiter(PARALLEL_CALLS)
+        broken: list[Exception] = []
 
-        async def run(index: int) -> None:
-            async with limiter:
-                answers[index] = await self._answer(calls[index], contexts[index])
+        async def run(index: int, group: TaskGroup) -> None:
+            try:
+                async with limiter:
+                    answers[index] = await self._answer(calls[index], contexts[index])
+            except Exception as error:  # no tool's fault: it ends the run, and not as a group of one
+                broken.append(error)
+                group.cancel_scope.cancel()
 
         try:
             async with anyio.create_task_group() as group:
                 for index in range(len(calls)):
-                    group.start_soon(run, index)
+                    group.start_soon(run, index, group)
+            if broken:
+                raise broken[0]
         finally:  # also when cancelled: every call has a result, or the next prompt would be out of order
             self._add(
                 [
@@ -225,7 +253,7 @@ class RunStream:
             result = ToolResult(call_id=call.id, parts=content_parts(parts))
             return result, await self._history.prepare(result)
         except (ToolError, MediaError) as error:
-            return error_result(call.id, str(error))
+            return error_result(call.id, clip(str(error)))
 
     def _answer_all(self, calls: list[ToolCall], text: str) -> None:
         if calls:
@@ -247,6 +275,12 @@ class RunStream:
     def _release(self) -> None:
         if self._holds:
             self._busy.held = self._holds = False
+
+
+@dataclass(frozen=True)
+class _Running:
+    scope: anyio.CancelScope
+    over: anyio.Event
 
 
 @dataclass

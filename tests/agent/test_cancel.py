@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 import pytest
@@ -287,6 +289,66 @@ async def test_cancel_05_a_stream_read_and_closed_in_other_tasks(runtime: Script
     await check_goes_on(runtime, session)
 
 
+@pytest.mark.parametrize("where", ["reading", "in a tool"])
+async def test_cancel_05_a_stream_closed_while_another_task_waits_for_it(runtime: ScriptedRuntime, where: str) -> None:
+    waiting = anyio.Event()
+    cleaned: list[bool] = []
+
+    @m3.tool
+    async def forever() -> None:
+        waiting.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cleaned.append(True)
+
+    async def point() -> None:
+        if len(session.tokens) > 1000 and where == "reading":
+            waiting.set()
+            await anyio.sleep_forever()
+        await anyio.lowlevel.checkpoint()
+
+    runtime.fuse.point = point  # pyright: ignore
+    session = agent(runtime.says("Hm." + block(call("forever"))), forever).session()
+    events = session.stream("x" * 600)
+    ended: list[str] = []
+
+    async def read() -> None:
+        async for _ in events:
+            pass
+        ended.append("quietly")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        await waiting.wait()
+        with pytest.raises(RuntimeError, match="another task is reading"):
+            await anext(events)
+        await events.aclose()
+        # All is in order when it returns.
+        assert cleaned == ([True] if where == "in a tool" else [])
+        assert len(session.messages[-1].calls) == 0
+    assert ended == ["quietly"]
+    del runtime.fuse.point
+    await check_goes_on(runtime, session)
+
+
+async def test_what_is_no_tools_fault_ends_the_run_as_it_is(
+    runtime: ScriptedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from m3agent.history import History
+
+    async def prepare(self: History, result: m3.ToolResult) -> None:
+        raise MemoryError("no room for patches")
+
+    session = agent(runtime.says(block(call("count", n="1"))), *tools_with(runtime.fuse)).session()
+    monkeypatch.setattr(History, "prepare", prepare)
+    with pytest.raises(MemoryError, match="no room"):
+        await session.run("x")
+    monkeypatch.undo()
+    assert session.messages[-1].results[0].text == "cancelled"
+    await check_goes_on(runtime, session)
+
+
 async def test_a_failing_model_leaves_a_session_that_goes_on(
     runtime: ScriptedRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,3 +366,29 @@ async def test_a_failing_model_leaves_a_session_that_goes_on(
     monkeypatch.undo()
     assert session.messages[-1].text == "one "
     await check_goes_on(runtime, session)
+
+
+def test_asyncio_timeouts_and_task_cancellation(tokenizer: Tokenizer) -> None:
+    """asyncio's own cancellation, which knows nothing of cancel scopes."""
+
+    async def main() -> None:
+        runtime = ScriptedRuntime(tokenizer)
+
+        @m3.tool
+        async def forever() -> None:
+            await asyncio.sleep(60)
+
+        session = agent(runtime.says(block(call("forever"))), forever).session()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await session.run("x")
+        await check_goes_on(runtime, session)
+        runtime.says(block(call("forever")))
+        task = asyncio.create_task(session.run("x"))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await check_goes_on(runtime, session)
+
+    asyncio.run(main())
