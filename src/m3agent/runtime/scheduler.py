@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from m3agent.runtime.request import Request
 
-CHUNK = 512  # tokens; a prompt is cut at the multiples of this, whatever was cached before
+CHUNK = 256  # tokens; a prompt is cut at the multiples of this, whatever was cached before
 
 
 @dataclass(frozen=True)
