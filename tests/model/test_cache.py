@@ -140,3 +140,20 @@ def test_pixels_that_do_not_fit() -> None:
         model.encode_media(torch.zeros(12, 96), [(1, 3, 4)])
     with pytest.raises(ValueError, match=r"pixels are \[12, 96\]; the grids ask for \[16, 96\]"):
         model.encode_media(torch.zeros(12, 96), [(1, 4, 4)])
+
+
+def test_float16_weights_on_the_cpu() -> None:
+    """bfloat16 weights fit into float16; several rows compute in float32, a single row is rounded to float16."""
+    config = CONFIGS["topk3"]
+    tensors = {name: x.bfloat16().float() for name, x in random_tensors(config).items()}
+    ids = random_ids(60)
+    exact = all_logits(M3Model(config, tensors), ids)
+    model = M3Model(config, tensors, dtype=torch.float16)
+    assert model.weights.head.dtype is torch.float16
+    assert model.dtype is torch.float32
+    assert (all_logits(model, ids) - exact).abs().max() < 1e-5
+    pages, table = scattered(config, 60)
+    decoded = chunked(model, ids, list(range(1, 60)), pages, table)
+    error = (decoded - exact).abs()
+    assert 0 < error.median() < 1e-3
+    assert model.encode_media(torch.randn(16, 96), [(1, 4, 4)]).dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Routed experts: each token through its chosen gated MLPs, the outputs summed by the router's weights."""
+"""Gated experts: each token through its chosen ones and the shared one, summed by the router's weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: flo
 def routed_experts(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: float
 ) -> Tensor:
-    """Σ over a token's experts of weight · expert(x).
+    """Σ over a token's experts of weight · expert(x); only chosen experts are touched.
 
     x: [n, hidden]; chosen: [n, k] expert ids; weights: [n, k] float32; gate_up: [experts, 2 · inner, hidden];
-    down: [experts, hidden, inner]. Only chosen experts are touched. Returns [n, hidden].
+    down: [experts, hidden, inner]. Returns [n, hidden].
     """
     n, k = chosen.shape
-    if n == 1:  # decoding: no rows to sort
-        outs = [gated_mlp(x, gate_up[expert], down[expert], alpha, limit) for expert in chosen[0].tolist()]
-        return torch.mm(weights, torch.cat(outs).float()).to(x.dtype)
+    if n == 1:
+        return _one_token(x, chosen[0].tolist(), weights, gate_up, down, alpha, limit)
     order = chosen.flatten().argsort(stable=True)  # rows (token, place) sorted by expert
     counts = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()
     rows = x[order // k]  # [n · k, hidden]
-    outs = []
+    outs: list[Tensor] = []
     begin = 0
     for expert, count in enumerate(counts):
         if count:
@@ -38,3 +37,13 @@ def routed_experts(
             begin += count
     placed = torch.empty_like(rows).index_copy_(0, order, torch.cat(outs)).view(n, k, -1)
     return torch.bmm(weights.unsqueeze(1), placed.float()).squeeze(1).to(x.dtype)
+
+
+def _one_token(
+    x: Tensor, chosen: list[int], weights: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: float
+) -> Tensor:
+    """Decoding has no rows to sort, and its experts can share one activation."""
+    gate, up = torch.cat([linear(x, gate_up[expert]) for expert in chosen]).chunk(2, dim=-1)
+    rows = swiglu_oai(gate, up, alpha, limit).split(1)  # one row an expert
+    outs = torch.cat([linear(row, down[expert]) for row, expert in zip(rows, chosen, strict=True)])
+    return torch.mm(weights, outs.float()).to(x.dtype)

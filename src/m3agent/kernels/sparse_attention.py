@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from m3agent.kernels.attention import grouped_attention
@@ -16,6 +17,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: T
     Returns [n, heads, d].
     """
     n, kv_heads, _ = selected.shape
+    if n == 1:
+        return _one_token(q, k, v, table, selected[0], start)
     block, blocks = k.shape[1], table.shape[0]
     positions = torch.arange(start, start + n, device=q.device)
     own = (positions // block)[:, None, None]
@@ -27,3 +30,19 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: T
     mask = (keep[:, :, used].transpose(0, 1).unsqueeze(-1) & visible).flatten(2)  # [kv_heads, n, u · block]
     pages = table[used]
     return grouped_attention(q, k[pages].flatten(0, 1), v[pages].flatten(0, 1), mask)
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: Tensor, position: int) -> Tensor:
+    """Decoding: gather just the chosen keys of each head. selected: [kv_heads, width], the last token's, so without −1.
+
+    In rising order the own block comes last, and what lies behind the token is cut off: no mask is needed.
+    """
+    _, block, kv_heads, d = k.shape
+    ids = selected.sort(-1).values
+    length = ids.shape[1] * block - (block - 1 - position % block)
+    keys = (table[ids] * block).unsqueeze(-1) + torch.arange(block, device=q.device)  # [kv_heads, width, block] slots
+    heads = torch.arange(kv_heads, device=q.device).unsqueeze(-1)
+    rows = (keys.flatten(1)[:, :length] * kv_heads + heads).flatten()
+    chosen_k, chosen_v = (x.view(-1, d).index_select(0, rows).view(1, kv_heads, length, d) for x in (k, v))
+    out = F.scaled_dot_product_attention(q.view(1, kv_heads, -1, d), chosen_k, chosen_v)
+    return out.reshape(1, -1, d)

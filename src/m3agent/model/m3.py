@@ -16,14 +16,17 @@ from m3agent.model.config import M3Config
 from m3agent.model.pages import KVPages
 from m3agent.model.text import decoder_layer, gained_norm
 from m3agent.model.vision import Grid, encode_patches
-from m3agent.model.weights import build_weights
+from m3agent.model.weights import activation_dtype, build_weights
 
 
 class M3Model:
     """Weights on one device in one dtype. It holds no state of any conversation: that is all in the pages.
 
     `tensors` maps released names to tensors (see `released_tensors`); they are copied. Raises CheckpointError for a
-    missing, extra or misshapen one. `fingerprint` is a hex digest of the config and the weights' contents.
+    missing, extra or misshapen one. `dtype` is the weights'; the attribute `dtype` is that of activations and pages.
+    They differ in one case: float16 weights on the CPU compute in float32. Weights of bfloat16 and MXFP8 checkpoints
+    fit into float16 without loss, and a decoded token reads half the bytes; only its rows are rounded to float16.
+    `fingerprint` is a hex digest of the config and the weights' contents.
     """
 
     def __init__(
@@ -35,9 +38,9 @@ class M3Model:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config = config
-        self.weights = build_weights(config, tensors, dtype, device)
-        self.dtype = dtype
         self.device = torch.device(device)
+        self.dtype = activation_dtype(dtype, self.device)
+        self.weights = build_weights(config, tensors, dtype, self.device)
         self.fingerprint = self.weights.fingerprint
         self._rope: tuple[Tensor, Tensor] = self._rope_table(1024)
 
@@ -50,7 +53,9 @@ class M3Model:
         """
         t, w = self.config.text, self.weights
         batch = place(spans, pages)
-        x = F.embedding(spans[0].ids if len(spans) == 1 else torch.cat([span.ids for span in spans]), w.embed)
+        x = F.embedding(spans[0].ids if len(spans) == 1 else torch.cat([span.ids for span in spans]), w.embed).to(
+            self.dtype
+        )
         for p in batch:
             for offset, rows in p.span.media:
                 if offset < 0 or p.begin + offset + rows.shape[0] > p.end:

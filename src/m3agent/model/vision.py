@@ -24,7 +24,7 @@ def encode_patches(pixels: Tensor, grids: list[Grid], w: VisionWeights, c: Visio
 
 def vision_tower(pixels: Tensor, grids: list[Grid], w: VisionWeights, c: VisionConfig) -> Tensor:
     """Last hidden state [patches, width]; there is no norm behind the last layer."""
-    x = _norm(linear(pixels.to(w.patch.dtype), w.patch), w.pre_norm, c)
+    x = _norm(linear(pixels.to(w.pre_norm.weight.dtype), w.patch), w.pre_norm, c)
     rope = vision_rope(patch_positions(grids, c.spatial_merge_size).to(x.device), c)
     lengths = [t * h * width for t, h, width in grids]
     for layer in w.layers:

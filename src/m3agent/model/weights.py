@@ -88,16 +88,22 @@ class Weights:
     fingerprint: str
 
 
+def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the weights' dtype computes in: on the CPU half-precision weights multiply float32 activations."""
+    return torch.float32 if dtype is torch.float16 and device.type == "cpu" else dtype
+
+
 @dataclass
 class Reader:
     """Takes tensors by released name, checks their shapes, places them, and hashes what passes."""
 
     config: M3Config
     tensors: Mapping[str, Tensor]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of embeddings and matrices
     device: torch.device
 
     def __post_init__(self) -> None:
+        self.activations = activation_dtype(self.dtype, self.device)
         self.shapes = released_tensors(self.config)
         self.digest = hashlib.blake2b(json.dumps(released_config(self.config), sort_keys=True).encode(), digest_size=16)
 
@@ -135,16 +141,16 @@ class Reader:
     def rows(self, *names: str) -> Tensor:
         """Several weights under each other in one matrix, filled in place."""
         sizes = [self.shapes[name][0] for name in names]
-        fused = self.empty(sum(sizes), *self.shapes[names[0]][1:])
+        fused = self.empty(sum(sizes), self.shapes[names[0]][1])
         for part, name in zip(fused.split(sizes), names, strict=True):
             part.copy_(self.raw(name))
         return fused
 
     def linear(self, at: str) -> Linear:
-        return Linear(self.matrix(at + ".weight"), self.take(at + ".bias"))
+        return Linear(self.matrix(at + ".weight"), self.take(at + ".bias", self.activations))
 
     def norm(self, at: str) -> Linear:
-        return Linear(self.take(at + ".weight"), self.take(at + ".bias"))
+        return Linear(self.take(at + ".weight", self.activations), self.take(at + ".bias", self.activations))
 
 
 def build_weights(
@@ -224,7 +230,10 @@ def _vision(r: Reader) -> VisionWeights:
         layers.append(
             VisionLayerWeights(
                 norm1=r.norm(here + "layer_norm1"),
-                qkv=Linear(r.rows(*(p + ".weight" for p in parts)), r.rows(*(p + ".bias" for p in parts))),
+                qkv=Linear(
+                    r.rows(*(p + ".weight" for p in parts)),
+                    torch.cat([r.take(p + ".bias", r.activations) for p in parts]),
+                ),
                 out=r.linear(here + "self_attn.out_proj"),
                 norm2=r.norm(here + "layer_norm2"),
                 fc1=r.linear(here + "mlp.fc1"),
