@@ -83,10 +83,28 @@ def test_mxfp8_round_trip(tmp_path: Path) -> None:
     for name in quantised:
         assert (read[name] - tensors[name]).abs().max() <= tensors[name].abs().max() / 16
     ids = random_ids(50)
-    assert all_logits(load_model(tmp_path), ids).equal(all_logits(M3Model(config, read), ids))
+    assert all_logits(load_model(tmp_path, dtype=torch.float32), ids).equal(all_logits(M3Model(config, read), ids))
     save_checkpoint(tmp_path / "again", config, read, quantize="mxfp8")
     again = read_tensors(tmp_path / "again")  # rounding twice changes nothing
     assert all(again[name].equal(read[name]) for name in quantised)
+
+
+@pytest.mark.parametrize(
+    ("stored", "held"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float16), (torch.float16, torch.float16)],
+)
+def test_default_dtype_on_the_cpu_loses_nothing(stored: torch.dtype, held: torch.dtype, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, CONFIG, TENSORS, dtype=stored)
+    model = load_model(tmp_path)
+    assert model.weights.head.dtype is held
+    assert model.dtype is torch.float32
+    assert model.weights.head.float().equal(TENSORS["language_model.lm_head.weight"].to(stored).float())
+
+
+def test_numbers_beyond_float16(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, CONFIG, TENSORS | {Q_PROJ: torch.full((96, 48), 1e5)})
+    refused(tmp_path, f"tensor '{Q_PROJ}' has numbers beyond float16; load it with dtype=torch.float32")
+    load_model(tmp_path, dtype=torch.float32)
 
 
 def test_shards_and_index(tmp_path: Path) -> None:

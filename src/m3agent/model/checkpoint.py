@@ -67,6 +67,11 @@ class CheckpointTensors(Mapping[str, Tensor]):
             self._progress(self._done, self._total, name)
         return tensor
 
+    @property
+    def stored_wide(self) -> bool:
+        """Whether the weights are float32; routers and the patch embedding are so in every release, so one decides."""
+        return self._stored["language_model.model.embed_tokens.weight"].dtype == "F32"
+
     def _read(self, name: str, stored: Stored) -> Tensor:
         try:
             tensor: Tensor = stored.file.get_tensor(name)
@@ -98,16 +103,18 @@ def load_model(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> M3Model:
-    """A model from a checkpoint folder. dtype None: float32 on the CPU, bfloat16 elsewhere; the router is float32.
+    """A model from a checkpoint folder; `dtype` is that of the weights in memory, the router is float32 in any case.
 
-    `progress(done, total, name)` is called after every tensor, with bytes. Raises ConfigError, CheckpointError.
+    dtype None: bfloat16 on an accelerator. On the CPU float16, which holds bfloat16 and MXFP8 weights to within 2^-25 and
+    computes in float32 (see M3Model), or float32 if the checkpoint is stored so. `progress(done, total, name)` is
+    called after every tensor, with bytes. Raises ConfigError, CheckpointError.
     """
     folder = Path(folder)
     config = M3Config.load(folder)
-    if dtype is None:
-        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     with CheckpointTensors(folder, config, progress) as tensors:
-        return M3Model(config, tensors, dtype=dtype, device=device)
+        if dtype is None and torch.device(device).type == "cpu":
+            dtype = torch.float32 if tensors.stored_wide else torch.float16
+        return M3Model(config, tensors, dtype=dtype or torch.bfloat16, device=device)
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:

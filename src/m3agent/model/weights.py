@@ -130,6 +130,8 @@ class Reader:
             raise CheckpointError(
                 f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(self.shapes[name])}"
             )
+        if self.dtype is torch.float16 and tensor.abs().amax() > torch.finfo(torch.float16).max:
+            raise CheckpointError(f"tensor {name!r} has numbers beyond float16; load it with dtype=torch.float32")
         flat = tensor.detach().reshape(-1)
         ends = torch.cat((flat[:64], flat[-64:])).float().cpu()
         self.digest.update(f"{name}{list(tensor.shape)}".encode() + ends.numpy().tobytes())
