@@ -133,6 +133,7 @@ def test_fingerprint_tells_weights_apart(folder: Path) -> None:
     assert first == load_model(folder).fingerprint == M3Model(CONFIG, TENSORS).fingerprint
     assert M3Model(CONFIG, TENSORS | {GATE: TENSORS[GATE] * 2}).fingerprint != first
     assert M3Model(tiny_config(topk_blocks=4), TENSORS).fingerprint != first
+    assert load_model(folder, dtype=torch.float16).fingerprint != first
 
 
 def test_mtp_tensors_are_passed_over(folder: Path) -> None:

@@ -105,8 +105,8 @@ def load_model(
 ) -> M3Model:
     """A model from a checkpoint folder; `dtype` is that of the weights in memory, the router is float32 in any case.
 
-    dtype None: bfloat16 on an accelerator. On the CPU float16, which holds bfloat16 and MXFP8 weights to within 2^-25 and
-    computes in float32 (see M3Model), or float32 if the checkpoint is stored so. `progress(done, total, name)` is
+    dtype None: bfloat16 on an accelerator; on the CPU float32 if the checkpoint is stored so, else float16, which holds
+    bfloat16 and MXFP8 weights to within 2^-25 and computes in float32 (see M3Model). `progress(done, total, name)` is
     called after every tensor, with bytes. Raises ConfigError, CheckpointError.
     """
     folder = Path(folder)

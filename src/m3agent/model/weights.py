@@ -105,7 +105,8 @@ class Reader:
     def __post_init__(self) -> None:
         self.activations = activation_dtype(self.dtype, self.device)
         self.shapes = released_tensors(self.config)
-        self.digest = hashlib.blake2b(json.dumps(released_config(self.config), sort_keys=True).encode(), digest_size=16)
+        header = json.dumps([released_config(self.config), str(self.dtype)], sort_keys=True)
+        self.digest = hashlib.blake2b(header.encode(), digest_size=16)
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self.raw(name).to(device=self.device, dtype=dtype or self.dtype, copy=True)
