@@ -39,6 +39,8 @@ DRAW = (
     "Rebuild this image as vector graphics.", "Can you draw this?", "Draw what you see.",
 )  # fmt: skip
 DONE = "Done."
+# What a turn teaches: nothing, the first drawing of a picture, a drawing after a look at a draft, words.
+NOTHING, FIRST, AGAIN, WORDS = range(4)
 SMALL_TALK = (
     (("Hi", "Hello", "Hello!", "Hey", "Good morning"), "Hello. Show me a picture and I will draw it as SVG."),
     (
@@ -74,10 +76,10 @@ PICTURE = MediaPart(_Picture())  # type: ignore[arg-type]
 
 @dataclass
 class Task:
-    """Messages with, for each assistant message, whether it is learned; pictures in the order of their parts."""
+    """Messages with, for each assistant message, what it teaches; pictures in the order of their parts."""
 
     messages: list[ChatMessage]
-    learned: list[bool]
+    learned: list[int]
     pictures: list[np.ndarray] = field(default_factory=list)
     made_from: tuple[int, int] | None = None  # seed and number of shapes of a scene that a draft may be made of
 
@@ -85,7 +87,7 @@ class Task:
 @dataclass
 class Row:
     ids: np.ndarray  # int64 [length]
-    learn: np.ndarray  # bool [length]: is this token predicted?
+    learn: np.ndarray  # int8 [length]: what predicting this token teaches; NOTHING for all that is only read
     pictures: list[np.ndarray]  # uint8 [CANVAS, CANVAS, 3]
     offsets: list[int]  # where each picture's placeholders start
     first: tuple[int, int, int] | None  # seed, shapes and picture number of a scene, for the model to draft
@@ -111,17 +113,18 @@ def _call(code: str) -> ChatMessage:
 
 def drawing_task(rng: random.Random, shapes: int, drafts: Drafts | None) -> Task:
     """Draw a scene: at once, or after one or two drafts with mistakes, or after a draft that does not parse."""
-    seed, draft = rng.randrange(HELD_OUT), None
-    if drafts and drafts.pool and rng.random() < 0.45:
-        seed, shapes, draft = rng.choice(drafts.pool)
+    seed, written = rng.randrange(HELD_OUT), []
+    if drafts and drafts.pool and rng.random() < 0.35:
+        seed, shapes, written = rng.choice(drafts.pool)
     target = scene(seed, shapes)
     answer, pixels = target.svg(), rasterise(target.svg())
     ask = DRAW[0] if rng.random() < 0.5 else rng.choice(DRAW)
     parts = [ask, PICTURE] if rng.random() < 0.8 else [PICTURE, ask]
-    task = Task([ChatMessage("user", parts)], [], [pixels], None if draft else (seed, shapes))
+    task = Task([ChatMessage("user", parts)], [], [pixels], None if written else (seed, shapes))
     way = rng.random()
-    if draft:
-        _attempt(task, draft)
+    if written:
+        for code in written:
+            _attempt(task, code)
     elif way < 0.33:
         rough = spoil(target, rng, rng.randint(1, 4))
         if way < 0.08:
@@ -130,12 +133,12 @@ def drawing_task(rng: random.Random, shapes: int, drafts: Drafts | None) -> Task
         _attempt(task, rough.svg())
     elif way < 0.35:
         _attempt(task, _broken(answer, rng))
-    if not (draft and len(task.pictures) == 2 and differing(task.pictures[1], pixels) == 0):
+    if not (written and len(task.pictures) > 1 and differing(task.pictures[-1], pixels) == 0):
         task.messages += [_call(answer), ChatMessage("tool", [PICTURE])]
-        task.learned.append(True)
+        task.learned.append(AGAIN if task.learned else FIRST)
         task.pictures.append(pixels)
     task.messages.append(ChatMessage("assistant", [DONE]))
-    task.learned.append(True)
+    task.learned.append(WORDS)
     return task
 
 
@@ -147,7 +150,7 @@ def _attempt(task: Task, code: str) -> None:
     except ValueError as error:
         result = [str(error)]
     task.messages += [_call(code), ChatMessage("tool", result)]
-    task.learned.append(False)
+    task.learned.append(NOTHING)
 
 
 def _broken(code: str, rng: random.Random) -> str:
@@ -172,15 +175,15 @@ def talking_task(rng: random.Random, shapes: int) -> Task:
     """A question about a picture, or small talk."""
     if rng.random() < 0.4:
         questions, answer = rng.choice(SMALL_TALK)
-        return Task([ChatMessage("user", [rng.choice(questions)]), ChatMessage("assistant", [answer])], [True])
+        return Task([ChatMessage("user", [rng.choice(questions)]), ChatMessage("assistant", [answer])], [WORDS])
     of = scene(rng.randrange(HELD_OUT), shapes)
     question, answer = rng.choice(_questions(of))
     messages = [ChatMessage("user", [question, PICTURE]), ChatMessage("assistant", [answer])]
-    return Task(messages, [True], [rasterise(of.svg())])
+    return Task(messages, [WORDS], [rasterise(of.svg())])
 
 
 class Drafts:
-    """Drafts of the model's own, read from a folder as they appear: JSON lists of [seed, shapes, svg], newest files only."""
+    """Drafts of the model's own, read from a folder as they appear: JSON lists of [seed, shapes, [svg, …]], newest files only."""
 
     KEPT_FILES = 12
 
@@ -216,40 +219,45 @@ class Layout:
 
     def task(
         self, task: Task, instructions: str, tools: bool, prompt: bool = False
-    ) -> tuple[list[int], list[bool], list[int]]:
-        """ids, which of them are learned, and where pictures start, all counted from the end of the header."""
+    ) -> tuple[list[int], list[int], list[int]]:
+        """ids, what each of them teaches, and where pictures start, all counted from the end of the header."""
         segments = render(self._opening(instructions) + task.messages, self._tools(tools), "disabled", prompt)
         whole = encode(segments, self.tokenizer)
         start = len(self.header(instructions, tools))
         ids = whole.ids[start:]
         return ids, self._learned(ids, task.learned), [offset - start for offset, _ in whole.media]
 
-    def _learned(self, ids: list[int], flags: list[bool]) -> list[bool]:
-        """True from after `</mm:think>` to `[e~[`, both ends of what the model generates, in learned turns."""
-        learn, turns, active = [False] * len(ids), iter(flags), False
+    def _learned(self, ids: list[int], turns: list[int]) -> list[int]:
+        """A turn's lesson from after `</mm:think>` to `[e~[`, which is what the model generates; NOTHING elsewhere."""
+        learn, lessons, lesson = [NOTHING] * len(ids), iter(turns), NOTHING
         opening = [self.control["]~b]"], *self.ai, self.control["</mm:think>"]]
         for i, token in enumerate(ids):
-            learn[i] = active
+            learn[i] = lesson
             if token == self.control["[e~["]:
-                active = False
+                lesson = NOTHING
             elif token == opening[-1] and ids[i - len(opening) + 1 : i + 1] == opening:
-                active = next(turns, False)
+                lesson = next(lessons, NOTHING)
         return learn
 
 
-def row(seed: int, layout: Layout, length: int, pictures: int, shapes: int, drafts: Drafts | None) -> Row:
-    """One conversation of up to `length` tokens and `pictures` pictures; scenes of 1 to `shapes` shapes."""
+def row(
+    seed: int, layout: Layout, length: int, pictures: int, shapes: int, drafts: Drafts | None, hard: bool = False
+) -> Row:
+    """One conversation of up to `length` tokens and `pictures` pictures; scenes of 1 to `shapes` shapes.
+
+    `hard` takes the larger of two draws for the number of shapes.
+    """
     rng = random.Random(f"row {seed}")
     instructions = INSTRUCTIONS[0] if rng.random() < 0.6 else rng.choice(INSTRUCTIONS)
     tools = rng.random() < 0.95
     ids = list(layout.header(instructions, tools))
-    learn, shown, offsets, first = [False] * len(ids), [], [], None
+    learn, shown, offsets, first = [NOTHING] * len(ids), [], [], None
     while True:
-        count = rng.randint(1, shapes)
+        count = max(rng.randint(1, shapes), rng.randint(1, shapes) if hard else 1)
         task = drawing_task(rng, count, drafts) if tools and rng.random() < 0.93 else talking_task(rng, count)
         more, more_learn, at = layout.task(task, instructions, tools)
         if len(ids) + len(more) > length or len(shown) + len(task.pictures) > pictures:
-            return Row(np.array(ids), np.array(learn), shown, offsets, first)
+            return Row(np.array(ids), np.array(learn, np.int8), shown, offsets, first)
         if first is None and task.made_from:
             first = (*task.made_from, len(shown))
         offsets += [len(ids) + offset for offset in at]

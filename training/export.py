@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from m3agent.model.writer import save_checkpoint
 from m3agent.model.config import M3Config
+from m3agent.model.writer import save_checkpoint
 from training.config import CONFIG, GENERATION, PREPROCESSOR
 from training.net import Net, released_tensors
 from training.tokenizer import NANO

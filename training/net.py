@@ -8,6 +8,7 @@ and the index branch learns from a few sampled queries. `released_tensors` gives
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -285,6 +286,18 @@ def _grid_rope(cells: int, v: dict[str, Any], device: torch.device) -> tuple[Ten
 
 def released_tensors(net: Net) -> dict[str, Tensor]:
     """The weights under the names of the MiniMax-M3 release, float32 on the CPU."""
+    return {name: tensor.detach().float().cpu().contiguous() for name, tensor in _by_released_name(net).items()}
+
+
+@torch.no_grad()
+def load_released(net: Net, tensors: Mapping[str, Tensor]) -> None:
+    """Sets the weights from tensors of the released names; KeyError if one is missing."""
+    for name, tensor in _by_released_name(net).items():
+        tensor.copy_(tensors[name])
+
+
+def _by_released_name(net: Net) -> dict[str, Tensor]:
+    """Views of the parameters and buffers."""
     out: dict[str, Tensor] = {
         "language_model.model.embed_tokens.weight": net.embed,
         "language_model.lm_head.weight": net.head,
@@ -330,4 +343,4 @@ def released_tensors(net: Net) -> dict[str, Tensor]:
         for n in "12":
             out[f"{module}.linear_{n}.weight"] = getattr(net, ours + n)
             out[f"{module}.linear_{n}.bias"] = getattr(net, f"{ours}{n}_bias")
-    return {name: tensor.detach().float().cpu().contiguous() for name, tensor in out.items()}
+    return out

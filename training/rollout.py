@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m3agent.chat.messages import ChatMessage
-from m3agent.chat.parse import CallFinished, ReplyParser
-from m3agent.chat.tokenizer import Detokenizer, Tokenizer
+from m3agent.chat.parse import CallDamaged, CallFinished, ReplyParser
+from m3agent.chat.tokenizer import Tokenizer
 from m3agent.kernels.norm import gemma_rms_norm
 from m3agent.kernels.rope import rope_table
 from training.episodes import (
@@ -99,13 +100,17 @@ def write(net: Net, cache: Cache, logits: Tensor, end: int, temperature: float) 
 
 def code_of(turn: Sequence[int], tokenizer: Tokenizer) -> str | None:
     """The code of the turn's render call; None when it makes none, "" when the call is damaged."""
-    parser, pieces = ReplyParser([RENDER_TOOL], "disabled"), Detokenizer(tokenizer)
-    events = [e for token in turn for text, control in pieces.push(token) for e in parser.feed(text, control)]
+    parser, events = ReplyParser([RENDER_TOOL], "disabled"), []
+    for control, run in groupby(turn, key=tokenizer.is_control):  # whole runs of text: the result is the same
+        if control:
+            events += [event for token in run for event in parser.feed(tokenizer.decode([token]), True)]
+        else:
+            events += parser.feed(tokenizer.decode(run), False)
     events += parser.finish()
     calls = [e for e in events if isinstance(e, CallFinished)]
     if calls:
         return str(calls[0].arguments.get("code", ""))
-    return None if not any(type(e).__name__ == "CallDamaged" for e in events) else ""
+    return None if not any(isinstance(e, CallDamaged) for e in events) else ""
 
 
 @dataclass

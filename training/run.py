@@ -11,27 +11,29 @@ import argparse
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from training.export import export
-from training.train import Plan, evaluate, train
+from training.train import POLISH, Plan, evaluate, train
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=Path("runs/nano"))
     arguments.add_argument("--seconds", type=float, default=float("inf"))
-    arguments.add_argument("--steps", type=int, default=Plan.steps)
-    arguments.add_argument("--rows", type=int, default=Plan.rows)
-    arguments.add_argument("--ramp", type=int, default=Plan.ramp)
+    arguments.add_argument("--steps", type=int)
+    arguments.add_argument("--polish", type=Path)
     arguments.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 2) - 2))
     arguments.add_argument("--scenes", type=int, default=512, help="held-out scenes for the score at the end")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    plan = Plan(steps=options.steps, rows=options.rows, ramp=options.ramp)
+    plan = POLISH if options.polish else Plan()
+    if options.steps:
+        plan = replace(plan, steps=options.steps)
     with ProcessPoolExecutor(max(1, options.workers // 2), mp_context=get_context("spawn")) as renderers:
-        net = train(plan, options.out, options.seconds, options.workers, renderers)
+        net = train(plan, options.out, options.seconds, options.workers, renderers, options.polish)
         score = evaluate(net, options.scenes, 4, renderers)
         print(json.dumps(score), flush=True)
         (options.out / "score.json").write_text(json.dumps(score, indent=1))

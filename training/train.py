@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m3agent.chat.tokenizer import Tokenizer
+from m3agent.model.checkpoint import read_tensors
 from training.config import CONFIG
-from training.episodes import IMAGE_TOKENS, Drafts, Layout, Row, rasterise, row
-from training.net import Net
+from training.episodes import AGAIN, FIRST, IMAGE_TOKENS, WORDS, Drafts, Layout, Row, rasterise, row
+from training.net import Net, load_released
 from training.optim import optimisers
 from training.rollout import draw
 from training.scenes import CANVAS, HELD_OUT, MAX_SHAPES, scene
@@ -32,21 +34,23 @@ from training.tokenizer import NANO
 class Plan:
     """What makes a training run; recorded with the checkpoint."""
 
-    steps: int = 9000
+    steps: int = 10000
     rows: int = 32  # conversations a step
     length: int = 2048  # tokens of a row
     pictures: int = 14  # pictures of a row, at most
     lr: float = 2e-3
     warmup: int = 200
     decay_from: float = 0.55  # share of the steps after which the learning rate falls to zero
-    ramp: int = 1200  # steps over which scenes grow from one shape to MAX_SHAPES
+    ramp: int = 2400  # steps over which scenes grow from one shape to MAX_SHAPES
     drafts_from: float = 0.2  # share of the steps after which the model drafts for itself
-    drafts_every: int = 100
-    drafts: int = 768  # scenes drafted each time
+    drafts_every: int = 250
+    drafts: int = 1024  # scenes drafted each time
     quantized_from: float = 0.8  # from here on the weights are trained as MXFP8 will round them
     select_from: float = 0.88  # from here on attention sees only the blocks that the index branch selects
     index_weight: float = 0.1
+    balance_rate: float = 4e-3  # of the routers' correction bias, a step
     seed: int = 0
+    hard: bool = False  # more shapes than an even draw would give
 
     def lr_at(self, step: int) -> float:
         falling = (1 - step / self.steps) / (1 - self.decay_from)
@@ -56,17 +60,27 @@ class Plan:
         return min(MAX_SHAPES, 1 + step * MAX_SHAPES // self.ramp)
 
 
+# After the long run, from its checkpoint: crowded scenes, and the model's own wrong drafts from the first step on.
+POLISH = Plan(
+    steps=1400, lr=6e-4, warmup=40, decay_from=0.0, ramp=1, drafts_from=0.0, drafts_every=150, drafts=2048,
+    quantized_from=0.0, select_from=0.0, seed=1, hard=True,
+)  # fmt: skip
+
+
 @dataclass
 class Batch:
+    TENSORS: ClassVar = ("ids", "pictures", "slots", "sources", "targets", "lessons")
+
     ids: Tensor  # int64 [rows, length]
     pictures: Tensor  # uint8 [rows * pictures, CANVAS, CANVAS, 3]
     slots: Tensor  # int64 [rows * pictures * IMAGE_TOKENS]; rows * length stands for nowhere
     sources: Tensor  # int64 [n]: flat positions whose next token is learned
     targets: Tensor  # int64 [n]
+    lessons: Tensor  # int64 [n]: FIRST, AGAIN or WORDS
     firsts: list[tuple[int, int, int]]  # seed, shapes, picture number in the batch
 
     def pin_memory(self) -> Batch:
-        for name in ("ids", "pictures", "slots", "sources", "targets"):
+        for name in Batch.TENSORS:
             setattr(self, name, getattr(self, name).pin_memory())
         return self
 
@@ -75,19 +89,20 @@ def collate(rows: list[Row], plan: Plan) -> Batch:
     ids = np.zeros((plan.rows, plan.length), np.int64)
     pictures = np.zeros((plan.rows * plan.pictures, CANVAS, CANVAS, 3), np.uint8)
     slots = np.full((plan.rows * plan.pictures, IMAGE_TOKENS), plan.rows * plan.length, np.int64)
-    sources, targets, firsts, used = [], [], [], 0
+    sources, targets, lessons, firsts, used = [], [], [], [], 0
     for i, r in enumerate(rows):
         ids[i, : len(r.ids)] = r.ids
         learned = np.flatnonzero(r.learn)
         sources.append(learned - 1 + i * plan.length)
         targets.append(r.ids[learned])
+        lessons.append(r.learn[learned].astype(np.int64))
         if r.first:
             firsts.append((r.first[0], r.first[1], used + r.first[2]))
         for picture, offset in zip(r.pictures, r.offsets, strict=True):
             pictures[used] = picture
             slots[used] = i * plan.length + offset + np.arange(IMAGE_TOKENS)
             used += 1
-    flat = [np.concatenate(sources), np.concatenate(targets)]
+    flat = [np.concatenate(part) for part in (sources, targets, lessons)]
     return Batch(*(torch.from_numpy(a) for a in (ids, pictures, slots.reshape(-1), *flat)), firsts)
 
 
@@ -106,15 +121,17 @@ class Rows(torch.utils.data.IterableDataset[Batch]):
             drafts.refresh()
             first = (plan.seed << 32) + number * plan.rows
             shapes = plan.shapes_at(number)
-            rows = [row(first + i, layout, plan.length, plan.pictures, shapes, drafts) for i in range(plan.rows)]
+            rows = [
+                row(first + i, layout, plan.length, plan.pictures, shapes, drafts, plan.hard) for i in range(plan.rows)
+            ]
             yield collate(rows, plan)
 
 
 def step_loss(net: Net, batch: Batch, probe: Tensor, select: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean cross-entropy over the learned tokens, index loss, expert loads [layers, experts]."""
+    """Cross-entropy of each learned token [n], index loss, expert loads [layers, experts]."""
     hidden, loads, index_loss = net(batch.ids, batch.pictures, batch.slots, probe, select)
     logits = net.logits(hidden.flatten(0, 1)[batch.sources])
-    return F.cross_entropy(logits, batch.targets), index_loss, loads
+    return F.cross_entropy(logits, batch.targets, reduction="none"), index_loss, loads
 
 
 def balance(net: Net, loads: Tensor, rate: float) -> None:
@@ -123,12 +140,19 @@ def balance(net: Net, loads: Tensor, rate: float) -> None:
         layer.router_bias += rate * torch.sign(load.mean() - load)
 
 
-def train(plan: Plan, folder: Path, seconds: float, workers: int, renderers: Executor | None) -> Net:
-    """Trains in `folder` (state.pt, log.jsonl, drafts-*.json) for at most `seconds`; returns the network as it is."""
+def train(
+    plan: Plan, folder: Path, seconds: float, workers: int, renderers: Executor | None, base: Path | None = None
+) -> Net:
+    """Trains in `folder` (state.pt, log.jsonl, drafts-*.json) for at most `seconds`; returns the network as it is.
+
+    A new run starts from the checkpoint folder `base`, or from random weights.
+    """
     began, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(plan.seed)
     torch.set_float32_matmul_precision("high")
     net = Net(CONFIG).to(device)
+    if base:
+        load_released(net, read_tensors(base))
     optims, start = optimisers(net, plan.lr), 0
     state_file = folder / "state.pt"
     if state_file.exists():
@@ -156,7 +180,7 @@ def train(plan: Plan, folder: Path, seconds: float, workers: int, renderers: Exe
         waited += time.monotonic() - asked
         if step / plan.steps >= plan.drafts_from:
             held += [(seed, shapes, batch.pictures[i].numpy().copy()) for seed, shapes, i in batch.firsts]
-        for name in ("ids", "pictures", "slots", "sources", "targets"):
+        for name in Batch.TENSORS:
             setattr(batch, name, getattr(batch, name).to(device, non_blocking=True))
         share = step / plan.steps
         for layer in net.layers:
@@ -166,17 +190,17 @@ def train(plan: Plan, folder: Path, seconds: float, workers: int, renderers: Exe
             optim.param_groups[0]["lr"] = lr
             optim.zero_grad(set_to_none=True)
         probe = torch.randint(0, plan.length, (32,), device=device)
-        loss, index_loss, loads = step_loss(net, batch, probe, share >= plan.select_from)
-        (loss + plan.index_weight * index_loss).backward()
+        losses, index_loss, loads = step_loss(net, batch, probe, share >= plan.select_from)
+        (losses.mean() + plan.index_weight * index_loss).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         for optim in optims:
             optim.step()
-        balance(net, loads, 1e-3 * min(1.0, lr / plan.lr * 2))
+        balance(net, loads, plan.balance_rate * lr / plan.lr)
         step += 1
         if step % 50 == 0 or step == start + 5:
             now = time.monotonic()
             speed = (step - mark_step) * plan.rows * plan.length / (now - mark)
-            entry = {"step": step, "loss": round(loss.item(), 4), "index": round(index_loss.item(), 4), "lr": round(lr, 6),
+            entry = {"step": step, "loss": round(losses.mean().item(), 4), **_by_lesson(losses, batch.lessons), "index": round(index_loss.item(), 4), "lr": round(lr, 6),
                      "tokens_per_second": round(speed), "waited": round(waited, 1), "seconds": round(now - began, 1),
                      "imbalance": round((loads.max(1).values / loads.mean(1)).max().item(), 2)}  # fmt: skip
             print(json.dumps(entry), flush=True)
@@ -196,23 +220,34 @@ def train(plan: Plan, folder: Path, seconds: float, workers: int, renderers: Exe
     return net
 
 
+def _by_lesson(losses: Tensor, lessons: Tensor) -> dict[str, float]:
+    """Mean loss of each kind of turn: where the network still errs."""
+    kinds = {"first": FIRST, "again": AGAIN, "words": WORDS}
+    return {name: round(losses.detach()[lessons == kind].mean().item(), 4) for name, kind in kinds.items()}
+
+
 def write_drafts(net: Net, layout: Layout, held: list[tuple[int, int, np.ndarray]], file: Path, log, renderers) -> None:
-    """Drafts the held scenes with the network as it is, half of them greedily; the workers read them from `file`."""
+    """Two rounds on each held scene with the network as it is; the workers read what it wrote from `file`.
+
+    Half are drawn greedily, half sampled. Drafts that are right already teach little: one in six is kept.
+    """
     targets = np.stack([pixels for _, _, pixels in held])
     half = len(held) // 2
-    drawings = draw(net, layout, targets[:half], 1, pool=renderers)
-    drawings += draw(net, layout, targets[half:], 1, temperature=1.0, pool=renderers)
+    drawings = draw(net, layout, targets[:half], 2, pool=renderers)
+    drawings += draw(net, layout, targets[half:], 2, temperature=1.0, pool=renderers)
     made = [
-        (seed, shapes, d.codes[0])
-        for (seed, shapes, _), d in zip(held, drawings, strict=True)
-        if d.codes and d.codes[0]
+        (seed, shapes, d.codes)
+        for i, ((seed, shapes, _), d) in enumerate(zip(held, drawings, strict=True))
+        if d.codes and all(d.codes) and (d.misses[-1] > 0 or i % 6 == 0)
     ]
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(made))
     temporary.rename(file)
-    greedy = [d.misses[0] for d in drawings[:half] if d.misses]
-    entry = {"drafts": len(made), "greedy_within_1_percent": round(float(np.mean([m <= 0.01 for m in greedy] or [0])), 4),
-             "greedy_exact": round(float(np.mean([m == 0 for m in greedy] or [0])), 4)}  # fmt: skip
+    greedy = [d.misses for d in drawings[:half] if d.misses]
+    entry = {"drafts": len(made)}
+    for name, place in (("first", 0), ("last", -1)):
+        entry |= {f"greedy_{name}_within_1_percent": round(float(np.mean([m[place] <= 0.01 for m in greedy] or [0])), 4),
+                  f"greedy_{name}_exact": round(float(np.mean([m[place] == 0 for m in greedy] or [0])), 4)}  # fmt: skip
     print(json.dumps(entry), flush=True)
     log.write(json.dumps(entry) + "\n")
 
