@@ -34,7 +34,8 @@ async def main(picture: str | None) -> None:
             ["Draw this picture.", target],
             render=renderer,
             checks=[PixelMatch(target, within=0.01)],
-            stop=Stop(patience=3, seconds=120),
+            stop=Stop(seconds=120),
+            attempts=4,
             on_event=told,
         )
     page = Path("film_strip.html")

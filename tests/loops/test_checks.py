@@ -93,7 +93,7 @@ def test_a_rule_that_returns_nothing_is_an_error():
 
 def step(index: int, score: float, *, drawn: bool = True, passed: bool = False, tokens=10, seconds=1.0) -> Step:
     verdicts = (Verdict("v", score, passed),) if drawn else ()
-    return Step(index, "", flat(0) if drawn else None, None, score, verdicts, tokens, seconds)
+    return Step(index, 0, "", flat(0) if drawn else None, None, score, verdicts, tokens, seconds)
 
 
 def test_the_best_is_the_first_of_the_highest():
@@ -109,7 +109,7 @@ def test_failed_renders_are_never_the_best():
 
 
 def test_without_checks_the_last_picture_is_taken():
-    steps = [Step(n, "", flat(n), None, 1.0, (), 1, 1.0) for n in range(3)]
+    steps = [Step(n, 0, "", flat(n), None, 1.0, (), 1, 1.0) for n in range(3)]
     assert best_of(steps) is steps[2]
     assert not steps[2].passed
 

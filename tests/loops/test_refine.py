@@ -33,6 +33,25 @@ class ScriptedSession:
         self.asked: tuple[Content, ...] = ()
         self.limits: dict[str, Any] = {}
         self.left = False
+        self.forks: list[ScriptedSession] = []
+        self.open = True
+
+    def fork(self) -> ScriptedSession:
+        """The first fork has the same script; a fork of a fork takes the next one of `forks`."""
+        if not self.forks:
+            raise AssertionError("the script has no further attempt")
+        other = self.forks.pop(0)
+        other.tools = dict(self.tools)
+        return other
+
+    async def close(self) -> None:
+        self.open = False
+
+    async def __aenter__(self) -> ScriptedSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def add_tool(self, tool: Tool[..., Any]) -> None:
         self.tools[tool.name] = tool
@@ -271,3 +290,59 @@ async def test_events_and_steps_are_told_as_they_happen():
     kinds = [type(event) for event in told]
     assert kinds == [CallFinished, TurnFinished, ToolResultEvent, Step, TurnFinished, Done]
     assert told[3] is result.steps[0]
+
+
+def with_attempts(first: list[Any], *later: list[Any]) -> tuple[ScriptedSession, list[ScriptedSession]]:
+    """A session with scripts for the attempts after the first, and every session behind it."""
+    session, begin = ScriptedSession(*first), ScriptedSession()
+    begin.forks = [ScriptedSession(*script) for script in later]
+    forks = [begin, *begin.forks]
+    session.forks = [begin]
+    return session, forks
+
+
+async def test_a_second_attempt_begins_anew_when_the_model_is_content_and_the_checks_are_not():
+    session, forks = with_attempts([["100"], "Done."], [["150"], ["200"], "Done."], [["1"]])
+    result = await run(session, checks=[PixelMatch(TARGET)], attempts=3)
+    assert [(step.attempt, step.code) for step in result.steps] == [(0, "100"), (1, "150"), (1, "200")]
+    assert result.stopped == "passed"
+    assert forks[1].asked == session.asked
+    assert session.limits["sampling"] is None
+    assert forks[1].limits["sampling"].temperature > 0
+    assert [fork.open for fork in forks] == [False, False, True]  # the third attempt was never begun
+
+
+async def test_a_repeated_draft_ends_an_attempt_but_not_the_last():
+    session, _ = with_attempts([["100"], ["100"], ["200"]], [["9"], ["9"], ["8"], "Done."])
+    result = await run(session, checks=[PixelMatch(TARGET)], attempts=2)
+    assert [(step.attempt, step.code) for step in result.steps] == [
+        (0, "100"),
+        (0, "100"),
+        (1, "9"),
+        (1, "9"),
+        (1, "8"),
+    ]
+    assert result.stopped == "answered"
+    assert result.best is result.steps[0]
+
+
+async def test_rounds_are_counted_over_all_attempts():
+    session, _ = with_attempts([["1"], "Done."], [["2"], ["3"], ["4"]])
+    result = await run(session, checks=[PixelMatch(TARGET)], attempts=5, max_rounds=3)
+    assert [step.code for step in result.steps] == ["1", "2", "3"]
+    assert result.stopped == "rounds"
+
+
+async def test_without_checks_one_attempt_is_enough():
+    result = await run(ScriptedSession(["1"], "Done."), checks=[], attempts=3)
+    assert result.stopped == "answered"
+
+
+async def test_forks_are_closed_when_a_check_fails():
+    def broken(image: Image) -> float:
+        raise ZeroDivisionError
+
+    session, forks = with_attempts([["1"]], [["2"]])
+    with pytest.raises(ZeroDivisionError):
+        await run(session, checks=[broken], attempts=2)
+    assert not forks[0].open

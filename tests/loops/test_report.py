@@ -22,7 +22,7 @@ def refinement(codes: list[str]) -> Refinement:
         verdicts = judge([PixelMatch(TARGET)], image) if image else ()
         error = None if image else "the code is empty"
         score = verdicts[0].score if verdicts else 0.0
-        steps.append(Step(index, code, image, error, score, verdicts, 100 + index, 0.5))
+        steps.append(Step(index, 0, code, image, error, score, verdicts, 100 + index, 0.5))
     return Refinement(best_of(steps), tuple(steps), "passed", "Done.", None)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ def demo(
     image: Annotated[Path | None, typer.Option(help="A picture to draw; without it a scene of the demo's own.")] = None,
     out: Annotated[Path, typer.Option(help="The folder for report.html.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(help="Which of the demo's scenes.", min=0)] = 0,
-    rounds: Annotated[int, typer.Option(help="The most drafts.", min=1)] = 6,
+    rounds: Annotated[int, typer.Option(help="The most drafts.", min=1)] = 10,
     model: Model = None,
 ) -> None:
     """Look at a picture, write SVG for it, look at the render, correct it; keep a film strip of all drafts."""

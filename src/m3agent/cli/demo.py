@@ -64,7 +64,7 @@ class Demo:
                 checks = [PixelMatch(target, within=0.01)]
                 goal = [GOAL, target]
                 result = await refine(
-                    session, goal, render=renderer, checks=checks, max_rounds=self.rounds, on_event=show
+                    session, goal, render=renderer, checks=checks, max_rounds=self.rounds, attempts=4, on_event=show
                 )
             speed = f"{result.usage.tokens_per_second:.0f}"
             return result, {"tokens/s": speed, "model": self.model or "m3-nano"}

@@ -29,6 +29,7 @@ class Step:
 
     Attributes:
         index: 0 for the first draft.
+        attempt: 0 for the first; see `refine`.
         code: as the model wrote it.
         image: the render; None when it failed, with the reason in `error`.
         score: the mean over all checks, 0 to 1; 0 for a failed render, 1 without checks.
@@ -38,6 +39,7 @@ class Step:
     """
 
     index: int
+    attempt: int
     code: str
     image: Image | None
     error: str | None

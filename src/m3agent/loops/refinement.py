@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from m3agent.runtime.usage import Usage
     from m3agent.session import Session
 
-_ENDED = {"end": "answered", "turns": "rounds", "tokens": "tokens", "context": "context"}
+_ENDED = {"end": "answered", "turns": "rounds", "tokens": "tokens"}
+
+# A greedy model repeats itself; a second attempt has to differ. Mild, since each number of a drawing has to be right.
+_TEMPERATURE, _TOP_P = 0.7, 0.98
 
 
 async def refine(
@@ -36,6 +39,7 @@ async def refine(
     checks: Sequence[Check] = (),
     stop: StopRule | None = None,
     max_rounds: int = 8,
+    attempts: int = 1,
     pictures: bool = True,
     on_event: Callable[[Event | Step], Any] | None = None,
 ) -> Refinement:
@@ -45,41 +49,76 @@ async def refine(
     the reason why there is none. Each call is a step. The loop ends when the model answers without a call, when
     `stop` says so, or after `max_rounds` steps; the session can go on in each case.
 
+    A model that overlooked something once tends to overlook it again, since its own draft is what it reads. With
+    `attempts` over 1, a model that answers, or writes a draft for the second time, before the checks are content
+    begins anew with fresh eyes: on a fork of the session as it was before the goal, sampled instead of greedy.
+
     Args:
         goal: what to arrive at, in words and pictures.
         render: a `Renderer` such as `SvgRenderer()`, or a function from code to picture. Never on the event loop.
         checks: what scores each render, such as `PixelMatch(target)`; functions from picture to bool or score do too.
         stop: `Stop(…)`, by default one that ends at the first picture that all checks accept.
+        max_rounds: steps at most, all attempts together.
+        attempts: how often the model may begin. The session itself keeps the first attempt.
         pictures: False withholds every picture from the model, the goal's and the renders: what they are worth
             is the difference that this makes.
         on_event: called (and awaited, if it returns an awaitable) with each event of the session and each finished
             `Step`, as they happen.
 
     Raises:
-        ValueError: a goal without words while pictures are withheld, or `max_rounds` under 1.
+        ValueError: a goal without words while pictures are withheld, or `max_rounds` or `attempts` under 1.
         Whatever a check or `on_event` raises, and what the session raises.
     """
-    if max_rounds < 1:
-        raise ValueError(f"max_rounds is {max_rounds}; at least one round is needed")
+    for name, number in (("max_rounds", max_rounds), ("attempts", attempts)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; at least one is needed")
     rule = Stop() if stop is None else stop
     desk = _Desk(as_renderer(render), checks, pictures)
     parts = _goal_parts(goal, pictures)
     session.add_tool(desk.tool())
     log = _Log(desk, on_event)
     seconds = rule.seconds if isinstance(rule, Stop) else None
-    tokens = rule.tokens if isinstance(rule, Stop) else None
     stopped = "seconds"  # what remains true if the time limit below strikes
-    with anyio.move_on_after(seconds):
-        async with session.stream(*parts, max_turns=max_rounds + 1, max_tokens=tokens) as stream:
-            async for event in stream:
-                step = await log.take(event)
-                reason = (rule(log.steps) or ("rounds" if len(log.steps) >= max_rounds else None)) if step else None
-                if isinstance(event, Done):
-                    reason = _ENDED[event.reply.stop]
-                if reason is not None:
-                    stopped = reason
-                    break
+    if not checks:
+        attempts = 1  # nothing could be wrong with the first
+    begin = session.fork() if attempts > 1 else session  # the goal is not in it yet
+    try:
+        with anyio.move_on_after(seconds):
+            stopped = await _attempt(session, parts, rule, log, max_rounds, last=attempts == 1)
+            while stopped in ("answered", "repeated") and log.attempt + 1 < attempts:
+                log.attempt += 1
+                async with begin.fork() as again:
+                    last = log.attempt + 1 == attempts
+                    stopped = await _attempt(again, parts, rule, log, max_rounds, last=last)
+    finally:
+        if begin is not session:
+            await begin.close()
     return Refinement(best_of(log.steps), tuple(log.steps), stopped, log.text, log.usage)
+
+
+async def _attempt(
+    session: Session, parts: tuple[Content, ...], rule: StopRule, log: _Log, max_rounds: int, *, last: bool
+) -> str:
+    """One run of the session from the goal on; why it ended. What is repeated ends any attempt but the last."""
+    from m3agent.runtime.sampling import Sampling
+
+    sampling = Sampling(temperature=_TEMPERATURE, top_p=_TOP_P, seed=log.attempt) if log.attempt else None
+    rounds = max_rounds - len(log.steps)
+    tokens = None
+    if isinstance(rule, Stop) and rule.tokens is not None:
+        tokens = max(1, rule.tokens - log.usage.output_tokens)
+    async with session.stream(*parts, max_turns=rounds + 1, max_tokens=tokens, sampling=sampling) as stream:
+        async for event in stream:
+            step = await log.take(event)
+            if step is not None:
+                reason = rule(log.steps) or ("rounds" if len(log.steps) >= max_rounds else None)
+                if reason is None and not last and log.repeats(step):
+                    reason = "repeated"
+                if reason is not None:
+                    return reason
+            if isinstance(event, Done):
+                return _ENDED[event.reply.stop]
+    raise AssertionError("a stream ends with Done")
 
 
 def _goal_parts(goal: Content | Sequence[Content], pictures: bool) -> tuple[Content, ...]:
@@ -132,6 +171,7 @@ class _Log:
     on_event: Callable[[Event | Step], Any] | None
     steps: list[Step] = field(default_factory=list[Step])
     text: str = ""
+    attempt: int = 0
     _calls: dict[str, ToolCall] = field(default_factory=dict[str, ToolCall])
     _usage: list[Usage] = field(default_factory=list["Usage"])
     _tokens: int = 0
@@ -142,6 +182,10 @@ class _Log:
         from m3agent.runtime.usage import Usage
 
         return sum(self._usage, Usage())
+
+    def repeats(self, step: Step) -> bool:
+        """Whether this attempt has had the same code before."""
+        return any(s.code == step.code for s in self.steps[: step.index] if s.attempt == step.attempt)
 
     async def take(self, event: Event) -> Step | None:
         """The step that this event completes, if it does."""
@@ -172,7 +216,9 @@ class _Log:
         code, now = call.arguments.get("code", ""), time.perf_counter()
         seconds, self._since = now - self._since, now
         tokens, self._tokens = self._tokens, 0
-        return Step(len(self.steps), str(code), outcome.image, outcome.error, score, outcome.checks, tokens, seconds)
+        checks = outcome.checks
+        index = len(self.steps)
+        return Step(index, self.attempt, str(code), outcome.image, outcome.error, score, checks, tokens, seconds)
 
     async def _tell(self, event: Event | Step) -> None:
         if self.on_event is not None:
