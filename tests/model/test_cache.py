@@ -157,3 +157,15 @@ def test_float16_weights_on_the_cpu() -> None:
     error = (decoded - exact).abs()
     assert 0 < error.median() < 1e-3
     assert model.encode_media(torch.randn(16, 96), [(1, 4, 4)]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_others_left_in_the_pages_is_never_read(name: str) -> None:
+    """A sequence that overflowed leaves NaN behind; who gets its pages must not notice."""
+    model, ids = MODELS[name], random_ids(TOKENS)
+    pages, table = scattered(model.config, TOKENS)
+    for tensor in (*pages.k, *pages.v, *pages.ik):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    logits = chunked(model, ids, [150, 151, 152], pages, table)
+    assert (logits - all_logits(model, ids)).abs().max() < 1e-5

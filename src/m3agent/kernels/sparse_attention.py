@@ -12,9 +12,9 @@ from m3agent.kernels.attention import grouped_attention
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: Tensor, start: int) -> Tensor:
     """Attention of query i (position start + i) over the keys j ≤ start + i of its selected blocks.
 
-    q: [n, heads, d]; k, v: [pages, block, kv_heads, d]; table: [blocks] page of each block; selected:
-    [n, kv_heads, width] block ids, −1 for none. Blocks that no query of the call chose are not read at all.
-    Returns [n, heads, d].
+    q: [n, heads, d]; k, v: [pages, block, kv_heads, d]; table: [blocks] page of each block, the last query's own last;
+    selected: [n, kv_heads, width] block ids, −1 for none. Neither blocks that no query chose are read, nor what lies
+    behind the last query: other sequences have left their keys there. Returns [n, heads, d].
     """
     n, kv_heads, _ = selected.shape
     if n == 1:
@@ -25,11 +25,12 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: T
     ids = torch.where(selected < 0, own, selected)  # the own block is always among them: naming it twice is no harm
     keep = torch.zeros(n, kv_heads, blocks, dtype=torch.bool, device=q.device).scatter_(-1, ids, True)
     used = keep.flatten(0, 1).any(0).nonzero().squeeze(1)  # [u] blocks that some query wants
-    keys = used[:, None] * block + torch.arange(block, device=q.device)  # [u, block] positions
-    visible = keys[None] <= positions[:, None, None]  # [n, u, block]
-    mask = (keep[:, :, used].transpose(0, 1).unsqueeze(-1) & visible).flatten(2)  # [kv_heads, n, u · block]
+    length = (used.shape[0] - blocks) * block + start + n  # the last query's own block is the last one used
+    keys = (used[:, None] * block + torch.arange(block, device=q.device)).flatten()[:length]  # positions
+    visible = keys <= positions[:, None]  # [n, length]
+    mask = keep[:, :, keys // block].transpose(0, 1) & visible  # [kv_heads, n, length]
     pages = table[used]
-    return grouped_attention(q, k[pages].flatten(0, 1), v[pages].flatten(0, 1), mask)
+    return grouped_attention(q, k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length], mask)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: Tensor, position: int) -> Tensor:

@@ -30,7 +30,7 @@ class KVPages:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KVPages:
-        """Zeroed pages for all layers. Zeros, because a masked key still meets a weight of 0, and 0 · NaN is NaN."""
+        """Zeroed pages for all layers."""
         t = config.text
         shape = (pages, t.block_size, t.num_key_value_heads, t.head_dim)
 
