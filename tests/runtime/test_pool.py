@@ -144,3 +144,22 @@ def test_a_rewound_token_counts_as_computed_again_and_a_replaced_one_does_not() 
     table.reserve(6, lambda source, target: None)
     assert table.advance(3) == 0
     assert table.tensor(torch.device("cpu")).tolist() == table.pages
+
+
+def test_a_copy_that_fails_takes_no_page() -> None:
+    pool = PagePool(8)
+    parent = BlockTable(pool, PAGE)
+    parent.reserve(6, lambda source, target: None)
+    parent.advance(6)
+    child = parent.fork()
+
+    def fail(source: int, target: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        child.reserve(20, fail)
+    assert pool.used == 2
+    assert child.pages == parent.pages
+    child.release()
+    parent.release()
+    assert pool.used == 0

@@ -28,8 +28,8 @@ class BlockTable:
     def reserve(self, tokens: int, copy_page: Callable[[int, int], None]) -> None:
         """Make room for positions `cached` to `tokens` - 1, in pages that only this sequence holds.
 
-        copy_page(source, target) copies what a page holds. Raises ContextOverflow, and changes nothing, when the
-        pool has too few pages.
+        copy_page(source, target) copies what a page holds. Raises ContextOverflow when the pool has too few pages, and
+        what copy_page raises; nothing has changed then.
         """
         needed = -(-tokens // self.page_tokens) - len(self.pages)
         partial = self.cached // self.page_tokens  # index of the page that the next token goes into
@@ -41,7 +41,11 @@ class BlockTable:
         if copies:
             source = self.pages[partial]
             if self.cached % self.page_tokens:
-                copy_page(source, fresh[0])
+                try:
+                    copy_page(source, fresh[0])
+                except BaseException:
+                    self.pool.release(fresh)
+                    raise
             self.pages[partial] = fresh.pop(0)
             self.pool.release([source])
         self.pages.extend(fresh)
