@@ -1,17 +1,20 @@
 """The step loop: who is in a step, how a fault or a cancel of one request leaves the others, how it ends."""
 
+import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
 
-from m3agent.errors import RuntimeClosed
+from m3agent.errors import RuntimeClosed, SessionBusy
 from m3agent.model import M3Model, Span
 from m3agent.runtime import Sampling, Sequence
+from m3agent.runtime.kv import BlockTable
 from m3agent.runtime.runtime import Opening
 from m3agent.runtime.scheduler import CHUNK
 from tests.runtime.test_sequence import NO_STOP, check_logits, generated, prompt, sampled
@@ -98,6 +101,41 @@ async def test_a_cancel_takes_effect_after_the_running_step(opening: Open, model
         assert stream.usage.reused_tokens == CHUNK
         assert stream.usage.recomputed_tokens == 0
         await check_logits(sequence, model)
+
+
+async def test_a_fork_while_a_dropped_stream_ends(
+    opening: Open, model: M3Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker lets go between the sequence's look at it and the engine's: no fork may get the step's token."""
+    async with opening() as runtime:
+        gate = Gate()
+        watch(runtime, gate)
+        sequence = runtime.sequence()
+        sequence.append(prompt(3))
+        stream = sequence.generate(sampled(50))
+        await stream.__aenter__()
+        await gate.reached()
+        gate.open.release()
+        await gate.reached()  # the step after the prompt, whose token nobody took
+        del stream
+        gc.collect()
+
+        def end_first(table: BlockTable) -> BlockTable:
+            gate.open.release(99)
+            while runtime.stats().active_requests:
+                time.sleep(0.001)
+            return fork(table)
+
+        fork = runtime.engine.fork
+        monkeypatch.setattr(runtime.engine, "fork", end_first)
+        with pytest.raises(SessionBusy, match="dropped stream"):
+            sequence.fork()
+        gate.open.release(99)
+        while runtime.stats().active_requests:
+            await anyio.sleep(0.001)
+        child = sequence.fork()
+        child.append(prompt(4, 1))
+        await check_logits(child, model)
 
 
 async def test_a_fault_in_one_request_leaves_the_others(opening: Open) -> None:

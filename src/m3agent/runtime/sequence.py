@@ -83,6 +83,7 @@ class Sequence:
 
         sampling: None takes the checkpoint's own defaults. The work begins on entering. Leaving early, or being
         cancelled, ends it within one step; the log then holds the tokens that were taken from the stream.
+        Going on after leaving early, with nothing appended, computes the last token again.
         Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed; iterating raises ContextOverflow when
         the model's context or the KV cache is full, and whatever went wrong inside the model.
         """
@@ -100,10 +101,13 @@ class Sequence:
     def fork(self) -> Sequence:
         """A second sequence with the same log. It shares every page so far; only a partly filled one is copied later.
 
-        Raises SessionBusy while a stream is open, RuntimeClosed.
+        Raises SessionBusy while a stream is open, or while the last step of a stream that was dropped still runs;
+        RuntimeClosed.
         """
         self._check_idle()
         self._settle()
+        if self._request is not None:  # should it end right now, the table would hold more than the log
+            raise SessionBusy("the last step of a dropped stream still runs; use its `async with` block, or fork later")
         other = Sequence(self._runtime, self._engine.fork(self._table))
         other._tokens, other._runs, other._logits = list(self._tokens), list(self._runs), self._logits
         return other
