@@ -84,9 +84,9 @@ class Runtime:
         """`async with Runtime.open(…) as runtime:` or `runtime = await Runtime.open(…)`, then `await runtime.close()`.
 
         model: a checkpoint folder, a hub id "org/name", or None for the m3-nano inside the package. device: None
-        takes a GPU where there is one. dtype: None is float32 on the CPU and bfloat16 on a GPU. cache_tokens: the
-        size of the KV cache, shared by all sequences; None takes what the device has room for. progress(done, total,
-        tensor name), in bytes, is called in the loading thread.
+        takes a GPU where there is one. dtype: of the weights; None chooses as `m3agent.model.load_model` does.
+        cache_tokens: the size of the KV cache, shared by all sequences; None takes what the device has room for.
+        progress(done, total, tensor name), in bytes, is called in the loading thread.
         Awaiting raises CheckpointError, ConfigError, MissingDependency. Being cancelled stops the loading.
         """
         return Opening(lambda watch: _load(model, device, dtype, cache_tokens, watch), progress)

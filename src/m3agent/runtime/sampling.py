@@ -66,7 +66,9 @@ def choose(logits: NDArray[np.float32], sampling: Sampling, source: torch.Genera
     top = int(logits.argmax())  # the first one of equal logits; a NaN wins, too
     peak = float(logits[top])
     if not math.isfinite(peak):
-        raise FloatingPointError("the model's logits are not finite; the weights or the chosen dtype are broken")
+        raise FloatingPointError(
+            "the model's logits are not finite: broken weights, or numbers beyond its dtype; load it with torch.float32"
+        )
     if sampling.temperature == 0.0 or sampling.top_k == 1:
         token = top
     else:
