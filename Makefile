@@ -22,7 +22,9 @@ check: .venv/.installed-dev
 	$(BIN)/pyright
 
 nano: .venv/.installed-dev
-	$(BIN)/python -m training.run $(ARGS)
+	$(BIN)/python -m training.run --out runs/nano
+	$(BIN)/python -m training.run --out runs/polish --polish runs/nano/checkpoint
+	cp runs/polish/checkpoint/* src/m3agent/nano/
 
 clean:
 	rm -rf build dist demo-out runs src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -183,7 +183,10 @@ def talking_task(rng: random.Random, shapes: int) -> Task:
 
 
 class Drafts:
-    """Drafts of the model's own, read from a folder as they appear: JSON lists of [seed, shapes, [svg, …]], newest files only."""
+    """Drafts of the model's own, read from a folder as they appear, the newest files only.
+
+    A file is a JSON list of [seed, shapes, [svg, …]], the svgs being its rounds on that scene.
+    """
 
     KEPT_FILES = 12
 

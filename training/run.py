@@ -16,7 +16,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from training.export import export
-from training.train import POLISH, Plan, evaluate, train
+from training.plan import POLISH, Plan
+from training.score import evaluate
+from training.train import train
 
 
 def main() -> None:

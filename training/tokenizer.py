@@ -51,10 +51,12 @@ PATTERN = "|".join(
         r"\s+",
     ]
 )
-_ENGLISH = ("argparse", "asyncio", "calendar", "collections", "csv", "datetime", "decimal", "email.message", "fractions",
-            "functools", "heapq", "html", "http.client", "itertools", "json", "logging", "math", "os", "pathlib", "random",
-            "re", "shutil", "socket", "sqlite3", "statistics", "string", "subprocess", "tempfile", "threading", "turtle",
-            "typing", "unittest", "urllib.request", "uuid", "zipfile")  # fmt: skip
+_ENGLISH = (
+    "argparse", "asyncio", "calendar", "collections", "csv", "datetime", "decimal", "email.message", "fractions",
+    "functools", "heapq", "html", "http.client", "itertools", "json", "logging", "math", "os", "pathlib", "random",
+    "re", "shutil", "socket", "sqlite3", "statistics", "string", "subprocess", "tempfile", "threading", "turtle",
+    "typing", "unittest", "urllib.request", "uuid", "zipfile",
+)  # fmt: skip
 
 
 def corpus(texts: list[str]) -> Iterator[str]:
