@@ -118,6 +118,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Image("nul\0byte.png").load()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are Unix's")
+@pytest.mark.timeout(20)
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ImageError, match="not a regular file"):
+        Image(tmp_path / "pipe.png").load()
+
+
 def png_header(width: int, height: int) -> bytes:
     """A PNG that claims a size and holds nothing like it."""
     whole = bytearray(encode(Pil.new("L", (1, 1)), "PNG"))

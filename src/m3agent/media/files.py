@@ -12,7 +12,7 @@ from m3agent.errors import MediaError
 def read_file(path: Path, limit: int, error: type[MediaError]) -> bytes:
     """The bytes of a regular file of at most `limit` bytes; raises `error` with a message that names the file."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise error(f"{path}: not a regular file")
@@ -22,3 +22,8 @@ def read_file(path: Path, limit: int, error: type[MediaError]) -> bytes:
     except (OSError, ValueError) as problem:
         hint = "; only local files are read, download it first" if "://" in str(path) or ":/" in str(path) else ""
         raise error(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}{hint}") from None
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    """A named pipe without a writer would otherwise be waited for, in a thread that nothing can cancel."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
