@@ -7,6 +7,8 @@ from collections.abc import Awaitable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from m3agent.chat.messages import THINKING_MODES, Thinking
 from m3agent.content import Content, Message
 from m3agent.errors import RuntimeClosed
@@ -26,8 +28,7 @@ class Agent:
 
     Args:
         runtime: an open runtime. One that is still to be opened (`m3agent.Runtime.open()`) is opened by the first
-        `run` or
-            `run_sync` and stays open with the agent.
+            `run` or `run_sync` and stays open with the agent.
         instructions: the developer's text at the front of every session.
         tools: made with `@m3agent.tool`; their order is part of the prompt.
         thinking: "adaptive", "enabled" or "disabled"; None takes the checkpoint's own default, or else "adaptive".
@@ -51,6 +52,7 @@ class Agent:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
         self._runtime = runtime
+        self._opening = anyio.Lock()
         self._tools = named_tools(tools)
         self._sampling = sampling
         self.instructions = instructions
@@ -88,7 +90,9 @@ class Agent:
     ) -> Reply:
         """One run in a session of its own, as `Session.run`."""
         if inspect.isawaitable(self._runtime):
-            self._runtime = await self._runtime
+            async with self._opening:  # runs that begin together share one
+                if inspect.isawaitable(self._runtime):
+                    self._runtime = await self._runtime
         async with self.session() as session:
             return await session.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
 

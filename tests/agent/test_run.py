@@ -332,3 +332,31 @@ async def test_kv_01_the_log_of_a_turn_is_a_prefix_of_the_next(runtime: Scripted
         before = session.tokens
     assert all(after[: len(prompt)] == prompt for prompt, after in zip(runtime.prompts, runtime.prompts[1:]))  # noqa: B905
     check_log(runtime, session)
+
+
+async def test_runs_that_begin_together_open_one_runtime(runtime: ScriptedRuntime) -> None:
+    class Opening:
+        opened = 0
+
+        def __await__(self) -> Any:
+            self.opened += 1
+            yield from anyio.sleep(0.01).__await__()
+            return runtime
+
+    opening = Opening()
+    shared = m3.Agent(opening)  # pyright: ignore[reportArgumentType]
+    runtime.says("One.", "Two.")
+    async with anyio.create_task_group() as group:
+        group.start_soon(shared.run, "a")
+        group.start_soon(shared.run, "b")
+    assert opening.opened == 1
+    assert not runtime.replies
+
+
+def test_one_agent_serves_several_loops(runtime: ScriptedRuntime) -> None:
+    async def opened() -> ScriptedRuntime:
+        return runtime
+
+    shared = m3.Agent(opened())  # pyright: ignore[reportArgumentType]
+    runtime.says("One.", "Two.")
+    assert [shared.run_sync("a").text, shared.run_sync("b").text] == ["One.", "Two."]
