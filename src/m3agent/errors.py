@@ -51,14 +51,6 @@ class RenderError(ToolError):
     """A renderer could not turn code into a picture; the message is shown to the model."""
 
 
-class LimitExceeded(M3Error):
-    """A run reached one of its limits (turns, tokens, seconds). The session can go on. `limit` names it."""
-
-    def __init__(self, limit: str, message: str) -> None:
-        super().__init__(message)
-        self.limit = limit
-
-
 class ContextOverflow(M3Error):
     """The session's tokens no longer fit into the model's context or into the page pool."""
 

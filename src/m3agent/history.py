@@ -68,7 +68,7 @@ class History:
         prompt = await anyio.to_thread.run_sync(self._prompt, message)
         if self._closed:
             raise RuntimeClosed("the session is closed")
-        sequence = self._sequence or self.runtime.sequence()
+        sequence = self.runtime.sequence() if self._sequence is None else self._sequence
         length, limit = len(sequence) + len(prompt.ids), self.runtime.context_length
         if length >= limit:
             raise ContextOverflow(f"the session would have {length} tokens; the model's context holds {limit}")
