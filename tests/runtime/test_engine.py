@@ -86,12 +86,15 @@ async def test_a_cancel_takes_effect_after_the_running_step(opening: Open, model
         sequence = runtime.sequence()
         sequence.append(prompt(3 * CHUNK))
         with anyio.CancelScope() as scope:
-            async with sequence.generate(sampled(5)):
+            async with sequence.generate(sampled(5)) as cancelled:
                 await gate.reached()
                 scope.cancel()
                 gate.open.release()
                 await anyio.sleep_forever()
         assert len(gate.steps) == 1
+        usage = cancelled.usage
+        await anyio.sleep(0.001)
+        assert cancelled.usage == usage  # the time, too, has stopped
         assert sequence.cached_tokens == CHUNK
         assert sequence.tokens == prompt(3 * CHUNK)
         assert runtime.stats().used_pages == CHUNK // 8

@@ -92,7 +92,7 @@ class Patches:
 
     pixels: Tensor  # float32 [patches, 3 · temporal · patch · patch]
     grids: list[tuple[int, int, int]]  # (temporal, high, wide) in patches; a film has one for each segment
-    digest: str  # of `pixels` and `grids`: equal input to the vision tower
+    digest: str  # of `kind`, `grids` and `pixels`: equal input to the vision tower
     kind: Literal["image", "video"]
     timestamps: list[float] | None  # seconds, one per temporal patch; films only
     tokens: int  # in the text, placeholders only

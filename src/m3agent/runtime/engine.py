@@ -247,7 +247,7 @@ class Engine:
             self._active.remove(request)
         with self._lock:
             self._busy.pop(id(request.table), None)
-            request.ended = True
+            request.end()
             if request.table.closed:
                 request.table.release()
                 error = error or RuntimeClosed("the sequence was closed")

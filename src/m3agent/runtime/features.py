@@ -79,11 +79,11 @@ class FeatureCache:
         self._encode = encode
         self._limit = limit
         self._size = 0
-        self._rows: OrderedDict[tuple[str, str, int], Tensor] = OrderedDict()
+        self._rows: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
 
     def rows(self, patches: Patches, grid: int) -> Tensor:
         """The rows [tokens of the grid, hidden] of one vision grid. Grids do not see each other: each is run alone."""
-        key = (patches.digest, patches.kind, grid)
+        key = (patches.digest, grid)
         if key in self._rows:
             self._rows.move_to_end(key)
             return self._rows[key]

@@ -56,7 +56,7 @@ class Request:
         self.prompt = self.table.cached + len(self.pending)
         self.computed = self.recomputed = self.media_tokens = self.made = 0
         self.began = time.perf_counter()
-        self.first_at = self.last_at = 0.0
+        self.first_at = self.last_at = self.ended_at = 0.0
 
     def cancel(self) -> None:
         """Ask the worker to stop; it does within one step. May be called from anywhere, a finalizer too."""
@@ -81,6 +81,10 @@ class Request:
         self.pending = [token.id]
         self.mailbox.put(token)
 
+    def end(self) -> None:
+        self.ended_at = time.perf_counter()
+        self.ended = True
+
     def usage(self) -> Usage:
         """What was used so far; output tokens are those that were taken, since only they are in the log."""
         return Usage(
@@ -90,7 +94,7 @@ class Request:
             recomputed_tokens=self.recomputed,
             output_tokens=self.taken,
             media_tokens=self.media_tokens,
-            prefill_seconds=(self.first_at or time.perf_counter()) - self.began,
+            prefill_seconds=(self.first_at or self.ended_at or time.perf_counter()) - self.began,
             decode_seconds=self.last_at - self.first_at,
             first_tokens=min(self.taken, 1),
         )

@@ -13,7 +13,8 @@ class Usage:
     computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of them that
     had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens: prompt
     tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
-    token, waiting for other calls included. decode_seconds: from the first token to the last.
+    token, or to the end where none came, waiting for other calls included. decode_seconds: from the first token to
+    the last.
     """
 
     prompt_tokens: int = 0
