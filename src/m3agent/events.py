@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from m3agent.chat.parse_events import TextDelta, ThinkingDelta
 from m3agent.content import Message, ToolCall, ToolResult
 
 if TYPE_CHECKING:
@@ -16,20 +17,6 @@ if TYPE_CHECKING:
 
 Stop = Literal["end", "turns", "tokens"]
 """Why a run ended: the model was done, or a limit was reached: `max_turns` or `max_tokens`."""
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """A piece of the answer. Never empty, never half a character."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ThinkingDelta:
-    """A piece of the model's thinking."""
-
-    text: str
 
 
 @dataclass(frozen=True)

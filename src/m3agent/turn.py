@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from m3agent import chat
 from m3agent.content import Message, Part, Text, Thinking, ToolCall
-from m3agent.events import CallArguments, CallFinished, CallStarted, Event, TextDelta, ThinkingDelta
+from m3agent.events import CallArguments, CallFinished, CallStarted, Event
 from m3agent.history import History
 from m3agent.tools.arguments import clip
 
@@ -43,10 +43,10 @@ class TurnReader:
         match event:
             case chat.TextDelta(text):
                 self._text.append(text)
-                return TextDelta(text)
+                return event
             case chat.ThinkingDelta(text):
                 self._thinking.append(text)
-                return ThinkingDelta(text)
+                return event
             case chat.CallStarted(index, name):
                 return CallStarted(self._id(index), name)
             case chat.CallProgress(index, path, text):

@@ -5,13 +5,13 @@ Text from outside is typed as text from the first to the last step and can never
 
 from m3agent.chat.elements import check_tool_names
 from m3agent.chat.messages import ChatCall, ChatMessage, MediaPart
-from m3agent.chat.parse import (
+from m3agent.chat.parse import ReplyParser
+from m3agent.chat.parse_events import (
     CallDamaged,
     CallFinished,
     CallProgress,
     CallStarted,
     ParseEvent,
-    ReplyParser,
     TextDelta,
     ThinkingDelta,
 )

@@ -26,17 +26,6 @@ from m3agent.chat.parse_events import (
 )
 from m3agent.chat.scanner import NS_TOKEN, Piece, Scanner
 
-__all__ = [
-    "CallDamaged",
-    "CallFinished",
-    "CallProgress",
-    "CallStarted",
-    "ParseEvent",
-    "ReplyParser",
-    "TextDelta",
-    "ThinkingDelta",
-]
-
 _TURN_CONTROLS = (markers.DOCUMENT, markers.ROLE, markers.END)
 _BLOCK_STARTS = (NS_TOKEN + markers.TOOL_CALL, markers.NS + markers.TOOL_CALL)
 _BLOCK = re.compile("|".join(map(re.escape, _BLOCK_STARTS)))

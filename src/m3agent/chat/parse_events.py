@@ -10,11 +10,15 @@ MAX_EXCERPT = 800
 
 @dataclass(frozen=True)
 class TextDelta:
+    """A piece of the answer. Never empty, never half a character."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class ThinkingDelta:
+    """A piece of the model's thinking."""
+
     text: str
 
 

@@ -4,10 +4,11 @@ Weights come from and go to safetensors files; the KV cache is pages that the ca
 """
 
 from m3agent.model.batch import Span
-from m3agent.model.checkpoint import load_model, read_tensors, resolve, save_checkpoint
+from m3agent.model.checkpoint import load_model, read_tensors, resolve
 from m3agent.model.config import M3Config, TextConfig, VisionConfig
 from m3agent.model.m3 import M3Model
 from m3agent.model.pages import KVPages
+from m3agent.model.writer import save_checkpoint
 
 __all__ = [
     "KVPages",

@@ -23,9 +23,7 @@ from m3agent.model.config import M3Config
 from m3agent.model.m3 import M3Model
 from m3agent.model.mxfp8 import BLOCK, dequantize_mxfp8
 from m3agent.model.released import Shape, released_tensors
-from m3agent.model.writer import INDEX, SCALE, save_checkpoint
-
-__all__ = ["CheckpointTensors", "load_model", "read_tensors", "resolve", "save_checkpoint"]
+from m3agent.model.writer import INDEX, SCALE
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name of the tensor just read
