@@ -29,6 +29,17 @@ def test_linear(rows: int, dtype: torch.dtype, biased: bool) -> None:
     assert (out.double() - exact).abs().max() < tolerance
 
 
+@pytest.mark.parametrize(("scale", "gain"), [(1e6, 1e-3), (1e3, 1e3)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_row_beyond_float16_is_multiplied_in_float32(scale: float, gain: float, biased: bool) -> None:
+    """Models in bfloat16 have a few such activations; they must not become infinite."""
+    x = torch.randn(1, 48) * scale
+    weight = (torch.randn(40, 48) * gain).half()
+    bias = torch.randn(40) if biased else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert (linear(x, weight, bias).double() - exact).abs().max() < exact.abs().max() * 1e-5
+
+
 def test_input_major_is_a_weight_like_any_other() -> None:
     weight = input_major((3, 40, 48), torch.float32, CPU)
     assert weight.shape == (3, 40, 48)

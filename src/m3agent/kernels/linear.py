@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,14 +29,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [n, in]; weight: [out, in]; bias: [out], of x's dtype. Returns [n, out].
 
     On the CPU a float16 weight may meet a float32 x. A single row is then rounded to float16 (sums stay float32), which
-    reads the weight at twice float32's speed; several rows are multiplied in float32 by the widened weight.
+    reads the weight at twice float32's speed; several rows, and one that leaves float16's range, are multiplied in
+    float32 by the widened weight.
     """
     if x.dtype is not torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
     if weight.dtype is torch.float16:
         if x.shape[0] == 1:
             out = F.linear(x.half(), weight).float()
-            return out if bias is None else out.add_(bias)
+            if math.isfinite(out.sum().item()):  # one number tells of all: halves cannot add up to an infinity
+                return out if bias is None else out.add_(bias)
         weight = weight.float()
     if x.shape[0] >= MANY_ROWS and ONEDNN:
         return F.linear(x.to_mkldnn(), weight, bias).to_dense()

@@ -25,7 +25,8 @@ class M3Model:
     `tensors` maps released names to tensors (see `released_tensors`); they are copied. Raises CheckpointError for a
     missing, extra or misshapen one. `dtype` is the weights'; the attribute `dtype` is that of activations and pages.
     They differ in one case: float16 weights on the CPU compute in float32. Weights of bfloat16 and MXFP8 checkpoints
-    fit into float16 to within 2^-25, and a decoded token reads half the bytes; only its rows are rounded to float16.
+    fit into float16 to within 2^-25, and a decoded token reads half the bytes; only its rows are rounded to float16
+    (those within its range: see `kernels.linear`).
     `fingerprint` is a hex digest of the config, the weights' dtype and contents.
     """
 
