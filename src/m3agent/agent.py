@@ -47,7 +47,6 @@ class Agent:
         thinking: Thinking | None = None,
         sampling: Sampling | None = None,
         max_turns: int = MAX_TURNS,
-        name: str | None = None,
     ) -> None:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
@@ -58,7 +57,6 @@ class Agent:
         self.instructions = instructions
         self.thinking: Thinking | None = thinking
         self.max_turns = max_turns
-        self.name = name
 
     @property
     def tools(self) -> list[Tool[..., Any]]:
