@@ -1,4 +1,4 @@
-"""The decoder: embeddings, layers, logits. Projections and experts run over the whole batch, attention by span."""
+"""One decoder layer: attention, then MLP or experts. Projections run over the whole batch, attention by span."""
 
 from __future__ import annotations
 
