@@ -1,6 +1,8 @@
 """The command line: the demo from picture to film strip, plain errors, the doctor, and a conversation."""
 
 import builtins
+import errno
+import os
 import struct
 import subprocess
 import sys
@@ -122,6 +124,29 @@ def test_folders_that_cannot_be_written_are_one_line_and_exit_code_2(tmp_path: P
     check_one_line(invoke("demo", "--out", tmp_path), "report.html is a folder")
 
 
+def test_a_full_disk_is_one_line_and_leaves_the_older_film_strip(
+    says: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(path: Path, data: str, **_: object) -> int:
+        path.write_bytes(data.encode()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "report.html").write_text("older")
+    says([OFF], "Done.")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        check_one_line(invoke("demo", "--out", tmp_path), "report.html: No space left on device; choose another")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["older"]
+
+
+def test_a_pipe_that_is_not_utf_8_gets_question_marks():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200"}
+    command = [sys.executable, "-c", "from m3agent.cli import main; main()", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith("?  Python")
+
+
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path):
     check_one_line(invoke("demo", "--out", tmp_path, "--model", tmp_path / "nowhere"), "nowhere")
 
@@ -182,10 +207,11 @@ def test_a_conversation_with_a_picture_and_a_tool(
     picture = tmp_path / "picture.png"
     PIL.Image.new("RGB", (56, 56), "red").save(picture)
     says(["<svg><oops"], "I cannot.", "Bye.")
-    typed("/image /no/such/file", f"/image {picture}", "Draw this picture.", "/what", "Thanks", "/quit", "never said")
+    typed("/image /no/such/file", f"/image {picture}", "Draw this picture.", "/image ", "Thanks", "/quit", "never said")
     result = invoke("chat")
     assert result.exit_code == 0, result.output
     assert "/no/such/file" in result.output
+    assert result.output.count("/image FILE shows") == 2  # at the start, and for /image without a file
     assert "<svg><oops" in result.output
     assert "I cannot." in result.output
     assert "Bye." in result.output

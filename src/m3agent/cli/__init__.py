@@ -5,6 +5,7 @@ Needs the `cli` extra (typer and rich), which the library itself never imports.
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -18,4 +19,7 @@ def main() -> None:
         sys.exit(2)
     from m3agent.cli.app import app
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal or pipe that is not UTF-8 gets "?", not a traceback
     app()

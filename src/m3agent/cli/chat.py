@@ -55,8 +55,9 @@ class Chat:
         return None if line in ("/quit", "/exit") else line
 
     def _obey(self, line: str, portal: BlockingPortal, session: Session) -> None:
-        if line.startswith("/image"):
-            self._attach(line.removeprefix("/image").strip())
+        command, _, name = line.partition(" ")
+        if command == "/image" and name.strip():
+            self._attach(name.strip())
         elif line.startswith("/"):
             self.console.print(HELP, style="dim")
         elif line:

@@ -43,7 +43,7 @@ class Demo:
         result, facts = anyio.run(self._draw, renderer, target, screen)
         report = self.out / "report.html"
         page = film_strip(result, goal=GOAL, target=target, title="m3agent demo", facts=facts)
-        report.write_text(page, encoding="utf-8")
+        _write(report, page)
         self._summary(result, report)
 
     def _target(self, renderer: SvgRenderer) -> Image:
@@ -77,6 +77,17 @@ class Demo:
             outcome = "matches the picture" if best.passed else "comes closest"
             self.console.print(f"Draft {best.index + 1} of {len(result.steps)} {outcome}. {result.usage}")
         self.console.print(f"Film strip: {report}", markup=False, soft_wrap=True)
+
+
+def _write(report: Path, page: str) -> None:
+    """Whole or not at all: an older film strip stays until the new one is there."""
+    part = report.with_name(report.name + ".part")
+    try:
+        part.write_text(page, encoding="utf-8")
+        part.replace(report)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise M3Error(f"cannot write {report}: {error.strerror or error}; choose another folder with --out") from None
 
 
 def _check_writable(folder: Path) -> None:
