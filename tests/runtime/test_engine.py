@@ -1,6 +1,7 @@
 """The step loop: who is in a step, how a fault or a cancel of one request leaves the others, how it ends."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -244,3 +245,41 @@ def test_the_interpreter_ends_with_an_unclosed_runtime_at_work(checkpoint: Path)
     command = [sys.executable, "-X", "dev", "-W", "error", "-W", "ignore::DeprecationWarning", "-c", EXIT]
     done = subprocess.run([*command, str(checkpoint)], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")
+
+
+FORK = """
+import os, signal, sys
+import anyio
+from m3agent.errors import RuntimeClosed
+from m3agent.runtime import Runtime, Sampling
+
+async def main(runtime):
+    sequence = runtime.sequence()
+    sequence.append([1, 2, 3])
+    async with sequence.generate(Sampling(max_tokens=1, stop=frozenset())) as stream:
+        print(len([token async for token in stream]), flush=True)
+
+async def opened():
+    return await Runtime.open(sys.argv[1], cache_tokens=4096)
+
+runtime = anyio.run(opened)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    try:
+        anyio.run(main, runtime)
+    except RuntimeClosed as error:
+        print(error, flush=True)
+    anyio.run(runtime.close)
+    os._exit(0)
+print(os.waitpid(child, 0)[1], flush=True)
+anyio.run(main, runtime)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_is_told_instead_of_waiting_forever(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[1:] == ["0", "1"], done.stderr
+    assert "open another one in here" in done.stdout.splitlines()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections import deque
 from queue import Empty, SimpleQueue
@@ -35,6 +36,7 @@ class Engine:
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._busy: dict[int, Request] = {}  # by id of the table
         self._active: list[Request] = []
         self.stopped = False
@@ -52,6 +54,8 @@ class Engine:
 
         Raises RuntimeClosed when the runtime or the sequence is closed, SessionBusy when the table has a request.
         """
+        if os.getpid() != self._process:  # threads do not survive a fork: nobody would ever answer
+            raise RuntimeClosed("the runtime was opened before this process was forked; open another one in here")
         with self._lock:
             if self.stopped:
                 raise RuntimeClosed("the runtime is closed")
