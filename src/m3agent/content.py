@@ -6,14 +6,20 @@ with their file's bytes in base64. What the model computes on are the session's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from PIL import Image as Pil
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError
 
 from m3agent.errors import ConversationError
 from m3agent.media import Image, Video
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# File names that are no UTF-8 arrive from Python with lone surrogates. No encoding can hold them, JSON cannot either;
+# the model is shown U+FFFD in their place, so the message says the same.
+_Encodable = Annotated[str, AfterValidator(lambda text: _SURROGATE.sub("\ufffd", text))]
 
 
 class _Plain(BaseModel):
@@ -24,7 +30,7 @@ class Text(_Plain):
     """Ordinary text. It can never turn into control tokens, whatever it spells."""
 
     type: Literal["text"] = "text"
-    text: str
+    text: _Encodable
 
 
 class Thinking(_Plain):

@@ -50,6 +50,12 @@ def test_messages_survive_json(conversation: list[m3.Message]) -> None:
     assert m3.load_messages(dumped) == conversation
 
 
+def test_text_that_no_encoding_can_hold_can_be_kept() -> None:
+    said = m3.Message(role="user", parts=(m3.Text(text="caf\udce9 \U0001f600"),))
+    assert said.text == "caf\ufffd \U0001f600"
+    assert m3.load_messages(m3.dump_messages([said])) == [said]
+
+
 @pytest.mark.parametrize(
     "data",
     [

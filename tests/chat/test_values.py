@@ -59,6 +59,8 @@ STRING_OR_NULL = {"type": ["string", "null"]}
         ({"type": "object"}, '{"a": "b\nc"}', '{"a": "b\nc"}'),
         ({"type": "object"}, '{"a": 1} x', '{"a": 1} x'),
         ({"type": "object"}, '{"a": ', '{"a": '),
+        ({"type": "array"}, r'["\ud83d\ude00"]', ["\U0001f600"]),
+        ({"type": "array"}, r'["\ud800"]', r'["\ud800"]'),
         ({"type": "object"}, "[1]", [1]),
         ({"type": "array"}, "[" * 100_000, "[" * 100_000),
         ({"type": ["array", "string"]}, "[1, 2]", [1, 2]),

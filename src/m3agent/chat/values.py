@@ -117,7 +117,10 @@ def _container(text: str, types: set[str]) -> Any:
 def _json(text: str) -> Any:
     """Strict JSON with finite numbers, or _NONE. Nothing is repaired."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text: a ValueError here
+        return value
     except (ValueError, RecursionError):
         return _NONE
 
