@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable
 from collections.abc import Sequence as Items
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -50,6 +51,8 @@ class Agent:
     ) -> None:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
+        if runtime is None or isinstance(runtime, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+            raise TypeError(f"an agent needs a runtime, not {runtime!r}: Agent(m3agent.Runtime.open({runtime!r}))")
         self._runtime = runtime
         self._opening = anyio.Lock()
         self._tools = named_tools(tools)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -145,6 +147,24 @@ async def test_a_tool_that_raises_tells_the_model_why(runtime: ScriptedRuntime) 
     assert (known.text, known.error) == ("the shop is closed", True)
     assert other.text.startswith("KeyError: 'xxx")
     assert len(other.text) == 800
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_tool_that_exits_does_not_end_the_program(runtime: ScriptedRuntime, asynchronous: bool) -> None:
+    async def later() -> None:
+        sys.exit(3)
+
+    leaves = m3.tool(later if asynchronous else lambda: sys.exit(3), name="leaves")
+    session = agent(runtime.says(block(call("leaves")), "ok"), leaves).session()
+    assert (await session.run("x")).text == "ok"
+    (result,) = session.messages[2].results
+    assert (result.text, result.error) == ("SystemExit: 3", True)
+
+
+@pytest.mark.parametrize("model", [None, "org/name", Path("folder")])
+def test_a_model_is_no_runtime(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"Agent\(m3agent\.Runtime\.open\("):
+        m3.Agent(model)
 
 
 async def test_turns_end_in_a_limit_and_the_session_goes_on(runtime: ScriptedRuntime) -> None:

@@ -45,7 +45,7 @@ async def call_tool(
         return result_parts(value)
     except ToolError as error:
         raise ToolError(clip(str(error))) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a tool made of a script's main function must not end the program
         # The model can often go on; the traceback is for whoever listens to this logger.
         _log.info("tool %s failed", name, exc_info=error)
         raise ToolError(clip(f"{type(error).__name__}: {error}")) from error
