@@ -214,6 +214,10 @@ def test_refusals_name_the_layer() -> None:
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         M3Config.load(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        M3Config.load(tmp_path)
+    (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         M3Config.load(tmp_path)

@@ -91,6 +91,8 @@ class M3Config:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValueError as error:
             raise CheckpointError(f"{path}: not valid JSON ({error})") from error
         return cls.from_dict(raw)
