@@ -105,6 +105,8 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "first draft, every pixel": share("looks", first, 0.0),
         "best draft, every pixel": share("looks", min, 0.0),
         "pictures withheld": share("blind", min),
+        "wrong first drafts that it draws again": _redrawn(records, wrong=True),
+        "perfect first drafts that it draws again": _redrawn(records, wrong=False),
         "by shapes, best of up to 4 attempts": {
             n: share("attempts", min, WITHIN, [r for r in records if r["shapes"] == n])
             for n in range(1, MAX_SHAPES + 1)
@@ -115,6 +117,13 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds a scene, median": round(float(np.median([r["seconds"] for r in records])), 2),
         "seconds a scene, longest": round(float(max(r["seconds"] for r in records)), 2),
     }
+
+
+def _redrawn(records: list[dict[str, Any]], wrong: bool) -> float:
+    """Of the first drafts that are not right (or have every pixel right), the share that a second one follows."""
+    firsts = [r["looks"] for r in records if r["looks"]]
+    of = [misses for misses in firsts if (misses[0] > WITHIN if wrong else misses[0] == 0)]
+    return round(sum(len(misses) > 1 for misses in of) / max(1, len(of)), 4)
 
 
 def main() -> None:
