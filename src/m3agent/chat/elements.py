@@ -28,7 +28,6 @@ class Element:
 
     name: str
     path: tuple[str, ...]
-    by_token: bool  # opened by the namespace token itself, not by its spelling
     texts: list[str] = field(default_factory=list[str])
     children: list[Element] = field(default_factory=list["Element"])
 

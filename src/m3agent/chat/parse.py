@@ -24,13 +24,9 @@ from m3agent.chat.parse_events import (
     TextDelta,
     ThinkingDelta,
 )
-from m3agent.chat.scanner import NS_TOKEN, Piece, Scanner
+from m3agent.chat.scanner import Piece, Scanner
 
 _TURN_CONTROLS = (markers.DOCUMENT, markers.ROLE, markers.END)
-_BLOCK_STARTS = (NS_TOKEN + markers.TOOL_CALL, markers.NS + markers.TOOL_CALL)
-_BLOCK = re.compile("|".join(map(re.escape, _BLOCK_STARTS)))
-_BLOCK_OR_THINK = re.compile(f"{_BLOCK.pattern}|{markers.THINK}")
-_THINK_END = re.compile(markers.THINK_END)
 _INVOKE = re.compile(r"""invoke name=(?:"([^"]+)"|'([^']+)'|([^\s"']+))\s*""")
 
 
@@ -38,7 +34,6 @@ _INVOKE = re.compile(r"""invoke name=(?:"([^"]+)"|'([^']+)'|([^\s"']+))\s*""")
 class _Call:
     index: int
     name: str | None
-    by_token: bool
     raw: list[str]
     damage: str | None
     elements: list[Element] = field(default_factory=list[Element])
@@ -48,10 +43,11 @@ class _Call:
 class ReplyParser:
     """Feed it the pieces of one generated turn, then call `finish`. `tools` are function objects, for the types.
 
-    Markers are matched as text, since a model may spell one in ordinary tokens. With `tokens=True` the caller says
-    of each piece whether it came from a control token, and a value that was opened by a real namespace token can
-    only be left by a real one: the same characters in ordinary tokens are part of the value. Control tokens that
-    end or begin messages are skipped then. Cost is linear in the text.
+    Plain text has markers by their spelling alone. With `tokens=True` the caller says of each piece whether it came
+    from a control token, and only a real namespace token makes a tag: the same characters in ordinary tokens are text,
+    so a model that quotes a file with calls in it calls nothing, and a value may hold the format itself. (The markers
+    of thinking count either way, since they run nothing.) Control tokens that end or begin messages are skipped then.
+    Cost is linear in the text.
     """
 
     def __init__(
@@ -59,7 +55,8 @@ class ReplyParser:
     ) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {tool["name"]: tool.get("parameters") or {} for tool in tools}
         self._tokens = tokens
-        self._scanner = Scanner()
+        self._scanner = Scanner(tokens=tokens)
+        self._block_start = self._scanner.marker + markers.TOOL_CALL
         self._events: list[ParseEvent] = []
         self._enabled = thinking == "enabled"
         self._thought = False
@@ -105,7 +102,7 @@ class ReplyParser:
         return repeated is not None
 
     def _thinking(self) -> bool:
-        text, end = self._scanner.until(_THINK_END, (markers.THINK_END,))
+        text, end = self._scanner.until((markers.THINK_END,))
         if text:
             self._events.append(ThinkingDelta(text))
         if end:
@@ -114,10 +111,8 @@ class ReplyParser:
 
     def _content(self) -> bool:
         """Only the first pair of think markers is thinking; later ones stay visible."""
-        if self._thought:
-            text, marker = self._scanner.until(_BLOCK, _BLOCK_STARTS)
-        else:
-            text, marker = self._scanner.until(_BLOCK_OR_THINK, (*_BLOCK_STARTS, markers.THINK))
+        starts = (self._block_start,) if self._thought else (self._block_start, markers.THINK)
+        text, marker = self._scanner.until(starts)
         if text:
             self._events.append(TextDelta(text))
         if marker == markers.THINK:
@@ -161,7 +156,7 @@ class ReplyParser:
         """Stray text beside calls is dropped; a block with nothing else in it was meant to be a call."""
         stray = "".join(self._stray)
         if stray.strip() and not self._block_has_call:
-            piece = Piece("text", stray, False, stray)
+            piece = Piece("text", stray, stray)
             self._end_call(self._open_call(None, piece, "the tool_call block holds no invoke element"))
         self._state = self._after
 
@@ -173,7 +168,7 @@ class ReplyParser:
             self._open_call(next(filter(None, match.groups())), piece, None)
 
     def _open_call(self, name: str | None, piece: Piece, damage: str | None) -> _Call:
-        self._call = _Call(self._calls, name, piece.by_token, [piece.raw], damage)
+        self._call = _Call(self._calls, name, [piece.raw], damage)
         self._calls += 1
         self._block_has_call = True
         self._state = self._inside
@@ -187,8 +182,7 @@ class ReplyParser:
         call = self._call
         assert call is not None
         top = call.open[-1] if call.open else None
-        # What a real token opened is left by a real token only; so is a damaged call, whose elements are forgotten.
-        piece = self._scanner.next(only_token=top.by_token if top else call.by_token and call.damage is not None)
+        piece = self._scanner.next()
         if piece is None:
             return False
         call.raw.append(piece.raw)
@@ -224,7 +218,7 @@ class ReplyParser:
         elif len(call.open) >= MAX_DEPTH:
             self._damage(call, f"elements are nested deeper than {MAX_DEPTH}")
         else:
-            element = Element(tag, (*top.path, tag) if top else (tag,), piece.by_token)
+            element = Element(tag, (*top.path, tag) if top else (tag,))
             (top.children if top else call.elements).append(element)
             call.open.append(element)
 
