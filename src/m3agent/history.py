@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, encode, markers
+from m3agent import chat
+from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, markers
 from m3agent.chat.messages import Thinking
 from m3agent.content import Message, Text, ToolResult
-from m3agent.errors import ContextOverflow, ConversationError, MediaError, RuntimeClosed
+from m3agent.errors import ContextOverflow, ConversationError, MediaError, RuntimeClosed, ToolError
 from m3agent.media import Image, Video
 from m3agent.tools import Tool
 
@@ -24,6 +26,16 @@ if TYPE_CHECKING:
     from m3agent.runtime import Runtime, Sampling, Sequence, TokenStream
 
 CANCELLED = "cancelled"
+REPLY_ROOM = 1024  # tokens at most that results leave for the reply to them, and an eighth of the context
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a call: what the program sees, what the model sees, and the tokens that this takes in the log."""
+
+    result: ToolResult
+    message: ChatMessage
+    tokens: int
 
 
 class History:
@@ -69,9 +81,9 @@ class History:
         if self._closed:
             raise RuntimeClosed("the session is closed")
         sequence = self.runtime.sequence() if self._sequence is None else self._sequence
-        length, limit = len(sequence) + len(prompt.ids), self.runtime.context_length
-        if length >= limit:
-            raise ContextOverflow(f"the session would have {length} tokens; the model's context holds {limit}")
+        room = self.runtime.context_length - len(sequence) - 1  # one for the reply
+        if len(prompt.ids) > room:
+            raise ContextOverflow(f"the prompt has {len(prompt.ids)} tokens; there is room for {max(room, 0)}")
         # Nothing below waits: message and tokens enter together.
         sequence.append(prompt.ids, prompt.media)
         self._sequence = sequence
@@ -89,14 +101,34 @@ class History:
         self.calls += len(message.calls)
         self._cut = self.tokens[-1] != self.runtime.tokenizer.control_id(markers.END)
 
-    async def prepare(self, result: ToolResult) -> ChatMessage:
-        """A result, its pictures decoded and cut into patches. Raises MediaError."""
-        return await anyio.to_thread.run_sync(_result_message, result, self.runtime.pixels)
+    async def prepare(self, result: ToolResult) -> Answer:
+        """A result, its pictures decoded and cut into patches. Raises MediaError, ToolError for one that is absurdly
+        long.
+        """
+        return await anyio.to_thread.run_sync(self._prepared, result)
 
-    def add_results(self, results: Items[tuple[ToolResult, ChatMessage]]) -> None:
-        """The results of the last turn's calls, in call order; they go into the log with the next `send`."""
-        self.messages.append(Message(role="tool", parts=tuple(result for result, _ in results)))
-        self._waiting += [chat for _, chat in results]
+    def error(self, call_id: str, text: str) -> Answer:
+        """A result that only says, in a short text, why there is none."""
+        return self._measured(error_result(call_id, text))
+
+    def add_results(self, answers: Items[Answer]) -> list[ToolResult]:
+        """The results of the last turn's calls, in call order; they go into the log with the next `send`.
+
+        One that would not fit there becomes an error that says so; the results are returned as they were added.
+        """
+        room = self._room()
+        short = self.error("", _too_long(f"{room}", room)).tokens
+        later = sum(min(answer.tokens, short) for answer in answers)
+        added: list[Answer] = []
+        for answer in answers:
+            later -= min(answer.tokens, short)
+            if answer.tokens > max(room - later, short):
+                answer = self.error(answer.result.call_id, _too_long(f"{answer.tokens}", room - later))
+            room -= answer.tokens
+            added.append(answer)
+        self.messages.append(Message(role="tool", parts=tuple(answer.result for answer in added)))
+        self._waiting += [answer.message for answer in added]
+        return [answer.result for answer in added]
 
     def fork(self) -> History:
         other = History(self.runtime, self._instructions, self.thinking, self.tools.values())
@@ -122,12 +154,41 @@ class History:
             head = [ChatMessage("developer", [self._instructions])] if self._instructions else []
             restored = _chat(self._restored, self.runtime.pixels)
             segments = self.runtime.chat_format.render([*head, *restored, *added], self.definitions, self.thinking)
-        return encode(segments, self.runtime.tokenizer)
+        texts = "".join(segment.text for segment in segments if isinstance(segment, chat.Text))
+        limit = self.runtime.context_length
+        if self.runtime.tokenizer.exceeds(texts, limit):
+            raise ContextOverflow(f"a prompt of {len(texts)} characters is far beyond the context of {limit} tokens")
+        return chat.encode(segments, self.runtime.tokenizer)
+
+    def _prepared(self, result: ToolResult) -> Answer:
+        """Runs in a thread."""
+        limit = self.runtime.context_length
+        if self.runtime.tokenizer.exceeds(result.text, limit):
+            raise ToolError(_too_long(f"over {limit}", self._room()))
+        return self._measured(result)
+
+    def _measured(self, result: ToolResult) -> Answer:
+        message = _result_message(result, self.runtime.pixels)
+        return Answer(result, message, self._tokens([message]) - self._tokens([]))
+
+    def _tokens(self, messages: Items[ChatMessage]) -> int:
+        """How many tokens a prompt with these messages appends."""
+        segments = self.runtime.chat_format.render_next(messages, self.thinking, after_cut=self._cut)
+        return len(chat.encode(segments, self.runtime.tokenizer).ids)
+
+    def _room(self) -> int:
+        """Tokens that results may take; it is below 0 when not even the reply has the room that it should have."""
+        limit = self.runtime.context_length
+        used = 0 if self._sequence is None else len(self._sequence)
+        return limit - used - self._tokens([]) - min(REPLY_ROOM, limit // 8)
 
 
-def error_result(call_id: str, text: str) -> tuple[ToolResult, ChatMessage]:
-    """A result that only says why there is none."""
-    return ToolResult(call_id=call_id, parts=(Text(text=text),), error=True), ChatMessage("tool", [text])
+def error_result(call_id: str, text: str) -> ToolResult:
+    return ToolResult(call_id=call_id, parts=(Text(text=text),), error=True)
+
+
+def _too_long(tokens: str, room: int) -> str:
+    return f"the result has {tokens} tokens; there is room for {max(room, 0)}"
 
 
 def _chat(messages: Iterable[Message], spec: PixelSpec | None) -> list[ChatMessage]:
@@ -173,7 +234,7 @@ def _complete(messages: Items[Message]) -> list[Message]:
     """Messages to start from, checked. Calls at their end without results, as after a crash, count as cancelled."""
     checked = list(messages)
     if checked and checked[-1].calls:
-        lost = tuple(error_result(call.id, CANCELLED)[0] for call in checked[-1].calls)
+        lost = tuple(error_result(call.id, CANCELLED) for call in checked[-1].calls)
         checked.append(Message(role="tool", parts=lost))
     called: list[str] = []
     for message in checked:

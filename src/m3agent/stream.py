@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Self
 import anyio
 from anyio.abc import TaskGroup
 
-from m3agent.chat import ChatMessage
 from m3agent.content import Content, Message, ToolCall, ToolResult, content_parts
 from m3agent.errors import MediaError, SessionBusy, ToolError
 from m3agent.events import Done, Event, Reply, Stop, ToolResultEvent, TurnFinished
-from m3agent.history import CANCELLED, History, error_result
+from m3agent.history import CANCELLED, Answer, History
 from m3agent.tools import Context
 from m3agent.tools.arguments import clip
 from m3agent.tools.execute import GRACE, call_tool
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from m3agent.runtime import Sampling, TokenStream, Usage
 
 PARALLEL_CALLS = 8
-
-_Answer = tuple[ToolResult, ChatMessage]
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ class RunStream:
     async def _run_calls(self) -> None:
         calls = self._history.messages[-1].calls
         contexts = [Context(call.name, call.id) for call in calls]
-        answers: list[_Answer | None] = [None] * len(calls)
+        answers: list[Answer | None] = [None] * len(calls)
         limiter = anyio.CapacityLimiter(PARALLEL_CALLS)
         broken: list[Exception] = []
 
@@ -229,7 +226,7 @@ class RunStream:
         finally:  # also when cancelled: every call has a result, or the next prompt would be out of order
             self._add(
                 [
-                    answer or error_result(call.id, _cancelled(context))
+                    answer or self._history.error(call.id, _cancelled(context))
                     for call, context, answer in zip(calls, contexts, answers, strict=True)
                 ]
             )
@@ -245,23 +242,22 @@ class RunStream:
 
     # Their parts -----------------------------------------------------------------------------------------------
 
-    async def _answer(self, call: ToolCall, context: Context) -> _Answer:
+    async def _answer(self, call: ToolCall, context: Context) -> Answer:
         try:
             if call.damaged is not None:
                 raise ToolError(call.damaged)
             parts = await call_tool(self._history.tools, call.name, call.arguments, context)
             result = ToolResult(call_id=call.id, parts=content_parts(parts))
-            return result, await self._history.prepare(result)
+            return await self._history.prepare(result)
         except (ToolError, MediaError) as error:
-            return error_result(call.id, clip(str(error)))
+            return self._history.error(call.id, clip(str(error)))
 
     def _answer_all(self, calls: list[ToolCall], text: str) -> None:
         if calls:
-            self._add([error_result(call.id, text) for call in calls])
+            self._add([self._history.error(call.id, text) for call in calls])
 
-    def _add(self, answers: list[_Answer]) -> None:
-        self._history.add_results(answers)
-        self._events.extend(ToolResultEvent(result) for result, _ in answers)
+    def _add(self, answers: list[Answer]) -> None:
+        self._events.extend(ToolResultEvent(result) for result in self._history.add_results(answers))
 
     def _end(self, stop: Stop) -> None:
         messages = tuple(self._history.messages[self._first_message :])

@@ -91,6 +91,32 @@ async def test_a_call_that_is_only_quoted_does_not_run(runtime: m3.Runtime, scri
     assert [message.role for message in session.messages] == ["user", "assistant"]
 
 
+@pytest.mark.parametrize("cache_tokens", [None, 4096])
+async def test_a_tool_with_too_much_to_say_does_not_end_the_session(folder: Path, cache_tokens: int | None) -> None:
+    """Neither where the model's context is the limit nor where the KV cache is."""
+
+    @m3.tool
+    def read() -> str:
+        """Read the book."""
+        return "word " * 20_000
+
+    tokens: deque[int] = deque()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "choose", lambda logits, sampling, source: (tokens.popleft(), 0.0))
+        async with m3.Runtime.open(folder, cache_tokens=cache_tokens) as runtime:
+            session = m3.Agent(runtime, tools=[read]).session()
+            say(tokens, runtime, block(call("read")), "It is long.", "Fine.")
+            assert (await session.run("Read it.")).text == "It is long."
+            assert "there is room for" in session.messages[2].results[0].text
+            before = session.tokens
+            with pytest.raises(m3.ContextOverflow, match="there is room for"):
+                await session.run("word " * (runtime.context_length // 5))
+            assert (session.tokens, len(session.messages)) == (before, 4)
+            reply = await session.run("word")
+            assert (reply.text, reply.usage.recomputed_tokens) == ("Fine.", 0)
+            check_log(runtime, session)
+
+
 async def test_a_picture_changes_what_the_model_computes(runtime: m3.Runtime) -> None:
     """From the tool to the vision tower: the same call with other pixels leads to other logits."""
     logits: list[Any] = []

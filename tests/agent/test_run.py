@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -318,6 +319,84 @@ async def test_a_prompt_over_the_context_is_refused_before_it_enters(runtime: Sc
         await session.run("y" * 100)
     assert len(session.messages) == 2
     assert (await session.run("z")).text == "fine"
+    check_log(runtime, session)
+
+
+@m3.tool
+def write(letters: int) -> str:
+    """As many letters, one token each here."""
+    return "y" * letters
+
+
+async def test_a_result_over_the_context_is_an_error_for_the_model(runtime: ScriptedRuntime) -> None:
+    runtime.context_length = 8000
+    session = agent(runtime.says(block(call("write", letters="8000")), "Too long, I see.", "Yes."), write).session()
+    reply = await session.run("x")
+    assert (reply.text, reply.stop) == ("Too long, I see.", "end")
+    (result,) = session.messages[2].results
+    assert result.error
+    assert re.fullmatch(r"the result has 80\d\d tokens; there is room for \d{4}", result.text)
+    assert read_log(runtime, session.tokens)[-2].body == f"<response>{result.text}</response>"
+    assert (await session.run("Still there?")).text == "Yes."
+    check_log(runtime, session)
+
+
+async def test_a_result_may_fill_the_room_to_the_token_and_leaves_room_for_the_reply(runtime: ScriptedRuntime) -> None:
+    runtime.context_length = 8000
+
+    async def result_of(letters: int) -> tuple[m3.ToolResult, int]:
+        runtime.replies.clear()
+        session = agent(runtime.says(block(call("write", letters=str(letters))), "ok"), write).session()
+        assert (await session.run("x")).text == "ok"
+        return session.messages[2].results[0], len(runtime.prompts[-1])
+
+    refused, _ = await result_of(7999)
+    has, room = map(int, re.findall(r"\d+", refused.text))
+    fits = 7999 - (has - room)
+    filled, prompt = await result_of(fits)
+    assert (filled.text, filled.error) == ("y" * fits, False)
+    assert prompt == 8000 - 1000
+    assert (await result_of(fits + 1))[0].text == f"the result has {room + 1} tokens; there is room for {room}"
+
+
+@pytest.mark.parametrize(("letters", "fewest", "most"), [(500, 8, 23), (3000, 1, 2), (30_000, 0, 0)])
+async def test_the_results_of_one_turn_share_the_room(
+    runtime: ScriptedRuntime, letters: int, fewest: int, most: int
+) -> None:
+    """The first ones that fit are kept, and every other one's error still fits."""
+    runtime.context_length = 12_000
+    calls = [call("write", letters=str(letters)) for _ in range(24)]
+    session = agent(runtime.says(block(*calls), "ok"), write).session()
+    assert (await session.run("x")).text == "ok"
+    results = session.messages[2].results
+    kept = [result for result in results if not result.error]
+    assert kept == results[: len(kept)]
+    assert fewest <= len(kept) <= most
+    assert all("there is room for" in result.text for result in results[len(kept) :])
+    assert len(runtime.prompts[-1]) < 12_000 - 1000
+    check_log(runtime, session)
+
+
+@pytest.mark.parametrize("length", [100_000, 10_000_000])
+async def test_text_beyond_all_measure_is_not_tokenised_whole(runtime: ScriptedRuntime, length: int) -> None:
+    runtime.context_length = 6000
+    session = agent(runtime.says(block(call("write", letters=str(length))), "I see.", "Fine."), write).session()
+    encoded: list[int] = []
+    plain = runtime.tokenizer._encode
+
+    def encode(text: str) -> tuple[int, ...]:
+        encoded.append(len(text))
+        return plain(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.tokenizer, "_encode", encode)
+        assert (await session.run("x")).text == "I see."
+        with pytest.raises(m3.ContextOverflow, match=r"the context of 6000 tokens"):
+            await session.run("z" * length)
+    assert sum(encoded) < 300_000
+    assert "the result has over 6000 tokens" in session.messages[2].results[0].text
+    assert len(session.messages) == 4
+    assert (await session.run("z")).text == "Fine."
     check_log(runtime, session)
 
 

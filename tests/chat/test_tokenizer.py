@@ -118,6 +118,15 @@ def test_any_ids_decode_as_the_tokenizers_library_decodes_them(ids: list[int]):
     assert [piece for piece, control in got if control] == [CONTROL_TEXT[n] for n in ids if n in CONTROL_TEXT]
 
 
+def test_a_text_far_beyond_a_limit_is_told_from_its_beginning():
+    text = "tide " * 100_000
+    tokens = len(TOKENIZER.encode(text))
+    assert not TOKENIZER.exceeds(text, tokens)
+    assert not TOKENIZER.exceeds(text, len(text))
+    assert TOKENIZER.exceeds(text, tokens // 3)
+    assert TOKENIZER.exceeds(text * 100, 10)
+
+
 CONTROL_TEXT = {number: text for text, number in TOKENIZER.control.items()}
 
 

@@ -140,5 +140,6 @@ async def test_a_forgotten_runtime_ends_its_thread(opening: Open) -> None:
 async def test_cache_tokens_are_rounded_up_to_pages(opening: Open) -> None:
     async with opening(cache_tokens=9) as runtime:
         assert runtime.stats().total_pages == 2
+        assert runtime.context_length == 16  # no sequence can be longer than the whole cache
     with pytest.raises(ValueError, match="cache_tokens"):
         await opening(cache_tokens=0)

@@ -15,6 +15,7 @@ from m3agent.errors import CheckpointError
 
 # Long texts are rarely met twice, and would keep their memory.
 _CACHED_TEXT = 8192
+_PIECE = 1 << 16  # characters that `exceeds` encodes at a time
 
 
 class Tokenizer:
@@ -63,6 +64,21 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text; never a control id. Lone surrogates, which no encoding can hold, become U+FFFD."""
         return list(self._encode_cached(text) if len(text) <= _CACHED_TEXT else self._encode(text))
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether `text` has more than `tokens` tokens by far; of an absurdly long one only the beginning is encoded.
+
+        False says little: the text may still have up to twice as many and a few, which `encode` finds out.
+        """
+        if len(text) <= tokens:
+            return False
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            # A cut may cost a token or two beyond what the whole text has, so only twice the number is certain.
+            count += len(self._encode(text[start : start + _PIECE]))
+            if count > 2 * tokens:
+                return True
+        return False
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, control tokens by their spelling; bytes that are no UTF-8 become U+FFFD."""

@@ -65,10 +65,13 @@ class Runtime:
         self.placeholders = {"image": self.config.image_token_id, "video": self.config.video_token_id}
         self.merge = pixels.merge if pixels is not None else 1
         pages = _page_count(model, cache_tokens)
+        context = self.config.text.max_position_embeddings
+        self.context_length = min(context, pages * self.config.text.block_size)
+        """The most tokens that one sequence can hold: the model's context, or the whole KV cache if that is smaller."""
         self.engine = Engine(
             model,
             KVPages.allocate(self.config, pages, model.dtype, model.device),
-            context=self.context_length,
+            context=context,
         )
         weakref.finalize(self, self.engine.stop).atexit = False
 
@@ -90,11 +93,6 @@ class Runtime:
         Awaiting raises CheckpointError, ConfigError, MissingDependency. Being cancelled stops the loading.
         """
         return Opening(lambda watch: _load(model, device, dtype, cache_tokens, watch), progress)
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens that one sequence can hold."""
-        return self.config.text.max_position_embeddings
 
     @property
     def closed(self) -> bool:
