@@ -3,6 +3,7 @@
 import builtins
 import errno
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -149,6 +150,16 @@ def test_a_pipe_that_is_not_utf_8_gets_question_marks():
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path):
     check_one_line(invoke("demo", "--out", tmp_path, "--model", tmp_path / "nowhere"), "nowhere")
+
+
+def test_damaged_weights_are_one_line_and_exit_code_2(checkpoint: Path, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (shard,) = folder.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-4000:] = b"\xff" * 4000  # NaN in every type of float
+    shard.write_bytes(data)
+    check_one_line(invoke("demo", "--out", tmp_path, "--model", folder), "has numbers that are not finite")
 
 
 def check_one_line(result: Result, reason: str) -> None:

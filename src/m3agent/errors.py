@@ -23,6 +23,10 @@ class CheckpointError(M3Error):
     """A checkpoint that is missing, cut short, or does not fit its config; the message names file or tensor."""
 
 
+class NumericalError(M3Error):
+    """The model computed numbers that are not finite: weights that are broken, or too large for their dtype."""
+
+
 class MediaError(M3Error):
     """A picture or film that cannot be used; the message names the source and the reason."""
 

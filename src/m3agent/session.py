@@ -60,8 +60,8 @@ class Session:
         max_turns: the limit on model turns (the agent's own by default). max_tokens: the limit on generated tokens over
         all turns. A limit that is reached is no error: `reply.stop` says so, and the session can go on.
         Raises MediaError for a picture that cannot be used (nothing was added then), ConversationError,
-        ContextOverflow, SessionBusy, RuntimeClosed. When cancelled, the session keeps what was generated and can go
-        on.
+        ContextOverflow, SessionBusy, RuntimeClosed, NumericalError. When cancelled, the session keeps what was
+        generated and can go on.
         """
         async with self.stream(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling) as events:
             async for _ in events:
@@ -106,7 +106,8 @@ class Session:
     def fork(self) -> Session:
         """A second session with the same past. It shares every page so far; the two go on independently.
 
-        Raises SessionBusy during a run, RuntimeClosed.
+        Raises SessionBusy during a run, and for up to a step of the model after a stream that was dropped without its
+        `async with` block, whose last step still runs; RuntimeClosed.
         """
         if self._busy.held:
             raise SessionBusy("a session cannot be forked during a run")

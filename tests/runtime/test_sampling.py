@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from m3agent.errors import NumericalError
 from m3agent.runtime.sampling import Sampling, choose, generator, kept_tokens
 
 
@@ -98,7 +99,7 @@ def test_logprob_is_the_models_own_whatever_the_settings() -> None:
 
 @pytest.mark.parametrize("bad", [[1.0, math.nan], [-math.inf, -math.inf], [math.inf, 0.0]])
 def test_logits_that_are_not_finite_are_refused(bad: list[float]) -> None:
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(NumericalError, match="not finite"):
         choose(np.array(bad, np.float32), Sampling(), generator(0))
 
 

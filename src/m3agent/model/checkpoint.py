@@ -21,7 +21,7 @@ from torch import Tensor
 from m3agent.errors import CheckpointError, MissingDependency
 from m3agent.model.config import M3Config
 from m3agent.model.m3 import M3Model
-from m3agent.model.mxfp8 import BLOCK, dequantize_mxfp8
+from m3agent.model.mxfp8 import BLOCK, NAN_SCALE, dequantize_mxfp8
 from m3agent.model.released import Shape, released_tensors
 from m3agent.model.writer import INDEX, SCALE
 
@@ -42,7 +42,8 @@ class Stored:
 class CheckpointTensors(Mapping[str, Tensor]):
     """A folder's weights by released name, read when asked for; MXFP8 weights come out multiplied by their scales.
 
-    Raises CheckpointError for missing or damaged files, and for tensors that are missing, extra or misshapen.
+    Raises CheckpointError for missing or damaged files, for tensors that are missing, extra or misshapen, and, when
+    read, for one with numbers that are not finite.
     """
 
     def __init__(self, folder: Path, config: M3Config, progress: Progress | None = None) -> None:
@@ -60,7 +61,15 @@ class CheckpointTensors(Mapping[str, Tensor]):
         stored = self._stored[name]
         tensor = self._read(name, stored)
         if stored.dtype == "F8_E4M3":
-            tensor = dequantize_mxfp8(tensor, self._read(name + SCALE, self._stored[name + SCALE]))
+            scales = self._read(name + SCALE, self._stored[name + SCALE])
+            if int(scales.amax()) == NAN_SCALE:
+                raise CheckpointError(f"{stored.path}: tensor {name + SCALE!r} has scales that are no numbers (255)")
+            tensor = dequantize_mxfp8(tensor, scales)
+        low, high = tensor.aminmax()  # many times faster than isfinite; a NaN anywhere is the answer to both
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise CheckpointError(
+                f"{stored.path}: tensor {name!r} has numbers that are not finite; the file is damaged"
+            )
         if self._progress is not None:
             self._progress(self._done, self._total, name)
         return tensor

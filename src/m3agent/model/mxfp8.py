@@ -11,6 +11,7 @@ from torch import Tensor
 
 BLOCK = 32
 LARGEST = 448.0  # of e4m3fn
+NAN_SCALE = 255  # what the format keeps for "not a number"
 
 
 def quantize_mxfp8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from m3agent.errors import NumericalError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -61,12 +63,12 @@ def generator(seed: int | None) -> torch.Generator:
 def choose(logits: NDArray[np.float32], sampling: Sampling, source: torch.Generator) -> tuple[int, float]:
     """One token id from logits [vocab], and its log-probability under the model itself (temperature 1, no cut).
 
-    Raises FloatingPointError when the logits hold NaN or no finite value at all.
+    Raises NumericalError when the logits hold NaN or no finite value at all.
     """
     top = int(logits.argmax())  # the first one of equal logits; a NaN wins, too
     peak = float(logits[top])
     if not math.isfinite(peak):
-        raise FloatingPointError(
+        raise NumericalError(
             "the model's logits are not finite: broken weights, or numbers beyond its dtype; load it with torch.float32"
         )
     if sampling.temperature == 0.0 or sampling.top_k == 1:

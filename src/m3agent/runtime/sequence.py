@@ -85,7 +85,8 @@ class Sequence:
         cancelled, ends it within one step; the log then holds the tokens that were taken from the stream.
         Going on after leaving early, with nothing appended, computes the last token again.
         Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed; iterating raises ContextOverflow when
-        the model's context or the KV cache is full, and whatever went wrong inside the model.
+        the model's context or the KV cache is full, NumericalError for logits that are not finite, and whatever else
+        went wrong inside the model.
         """
         return TokenStream(self, sampling or self._runtime.defaults.sampling())
 
