@@ -13,8 +13,8 @@ from torch import Tensor
 from m3agent.kernels import attention
 from m3agent.kernels.attention import causal_attention, grouped_attention
 from m3agent.kernels.segments import segment_attention
-from m3agent.kernels.select import block_scores, select_blocks
-from m3agent.kernels.sparse_attention import sparse_attention
+from m3agent.kernels.select import block_scores, past_scores, select_blocks, select_past
+from m3agent.kernels.sparse_attention import sparse_attention, token_attention
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
@@ -86,6 +86,11 @@ def test_block_scores() -> None:
                 assert scores[i, h, b].item() == pytest.approx(expected, abs=1e-5)
 
 
+def test_scores_of_one_query_over_whole_blocks() -> None:
+    iq, ik = torch.randn(2, 8), torch.randn(12, 8)
+    assert past_scores(iq, ik, 4).equal(block_scores(iq[None], ik, 11, 4)[0])
+
+
 def definition(scores: list[float], own: int, topk: int, local: int, initial: int) -> list[int]:
     """Of one query: forced blocks first, then by falling score, lower block first among equals."""
     near = {max(own - i, 0) for i in range(local)}
@@ -110,7 +115,11 @@ def test_selection_with_ties_and_forced_blocks(
     topk = max(local + initial, extra)
     start = (len(values) - 1) * 4 + within
     selected = select_blocks(torch.tensor([[values]]), start, 4, topk, local, initial)[0, 0].tolist()
-    assert selected == definition(values, len(values) - 1, topk, local, initial)
+    own = len(values) - 1
+    assert selected == definition(values, own, topk, local, initial)
+    if own >= topk > 1:
+        past = select_past(torch.tensor([values[:own]]), topk - 1, local - 1, initial)[0].tolist()
+        assert sorted(past) == sorted(set(selected) - {own})
 
 
 def test_future_blocks_are_never_selected() -> None:
@@ -142,3 +151,7 @@ def test_sparse_attention_over_scattered_pages(n: int, start: int) -> None:
                 seen[i, g, b * block : (b + 1) * block] = False
     found = sparse_attention(q, k_pages, v_pages, table, selected, start)
     assert (found - naive(q, k, v, seen)).abs().max() < 2e-6
+    if n == 1:
+        past = selected[0][selected[0] != start // block].view(2, -1)
+        found = token_attention(q, k_pages, v_pages, table, past, start)
+        assert (found - naive(q, k, v, seen)).abs().max() < 2e-6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from m3agent.kernels.experts import gated_mlp, routed_experts
-from m3agent.kernels.linear import MANY_ROWS, input_major, linear
+from m3agent.kernels.linear import FBGEMM, MANY_ROWS, HalfMatrix, for_few_rows, input_major, linear
 from m3agent.kernels.swiglu import swiglu_oai
 
 CPU = torch.device("cpu")
@@ -38,6 +38,31 @@ def test_a_row_beyond_float16_is_multiplied_in_float32(scale: float, gain: float
     bias = torch.randn(40) if biased else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert (linear(x, weight, bias).double() - exact).abs().max() < exact.abs().max() * 1e-5
+
+
+@pytest.mark.skipif(not FBGEMM, reason="this torch has no FBGEMM")
+@pytest.mark.parametrize("rows", [1, 2, MANY_ROWS - 1, MANY_ROWS])
+@pytest.mark.parametrize("biased", [True, False])
+def test_packed_half_is_the_same_weight_in_float32(rows: int, biased: bool) -> None:
+    """Neither the smallest nor the largest halves are rounded, nor the rows, however large."""
+    weight = (torch.randn(40, 48) * torch.logspace(-8, 4, 48)).clamp(-65504, 65504).half()
+    weight[0, :3] = torch.tensor([2**-24, 65504.0, -65504.0])
+    x = torch.randn(rows, 48) * 1e6
+    bias = torch.randn(40) * 1e6 if biased else None
+    packed = for_few_rows(weight)
+    assert isinstance(packed, HalfMatrix)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    scale = x.double().abs() @ weight.double().abs().T
+    assert ((linear(x, packed, bias).double() - exact).abs() / scale).max() < 1e-6
+    one = torch.zeros(rows, 48)
+    one[:, 0] = 1.0
+    assert linear(one, packed).equal(weight[:, 0].float().expand(rows, -1))
+
+
+def test_only_halves_on_the_cpu_are_packed() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(4, 3, dtype=dtype)
+        assert for_few_rows(weight) is weight
 
 
 def test_input_major_is_a_weight_like_any_other() -> None:

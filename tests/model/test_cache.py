@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from m3agent.kernels.linear import FBGEMM
 from m3agent.model import KVPages, M3Config, M3Model, Span
-from tests.model.tiny import all_logits, random_ids, random_tensors, scattered, tiny_config
+from tests.model.tiny import all_logits, plain, random_ids, random_tensors, scattered, tiny_config
 
 TOKENS = 173  # 22 blocks of 8, the last one partial; sixteen, or three, are selected
 CONFIGS = {
@@ -143,19 +144,19 @@ def test_pixels_that_do_not_fit() -> None:
 
 
 def test_float16_weights_on_the_cpu() -> None:
-    """bfloat16 weights fit into float16; several rows compute in float32, a single row is rounded to float16."""
+    """bfloat16 weights fit into float16, and compute in float32; without FBGEMM a single row is rounded to float16."""
     config = CONFIGS["topk3"]
     tensors = {name: x.bfloat16().float() for name, x in random_tensors(config).items()}
     ids = random_ids(60)
     exact = all_logits(M3Model(config, tensors), ids)
     model = M3Model(config, tensors, dtype=torch.float16)
-    assert model.weights.head.dtype is torch.float16
+    assert plain(model.weights.head).dtype is torch.float16
     assert model.dtype is torch.float32
     assert (all_logits(model, ids) - exact).abs().max() < 1e-5
     pages, table = scattered(config, 60)
     decoded = chunked(model, ids, list(range(1, 60)), pages, table)
     error = (decoded - exact).abs()
-    assert 0 < error.median() < 1e-3
+    assert error.median() < (1e-5 if FBGEMM else 1e-3)
     assert model.encode_media(torch.randn(16, 96), [(1, 4, 4)]).dtype is torch.float32
 
 

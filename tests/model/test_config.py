@@ -104,6 +104,20 @@ def test_tensor_inventory_of_the_release() -> None:
     assert sum(map(is_quantised_name, shapes)) == 22_422
 
 
+def test_patch_sizes_are_read_wherever_they_stand() -> None:
+    raw = changed("vision_config.img_token_compression_config", ...)
+    assert M3Config.from_dict(raw).vision == M3Config.from_dict(RELEASED).vision  # what they are by default
+    sizes = {"spatial_merge_size": 1, "temporal_patch_size": 4}
+    for place in (raw["vision_config"], raw):
+        target = place if place is raw["vision_config"] else place.setdefault("img_token_compression_config", {})
+        target.update(sizes)
+        vision = M3Config.from_dict(raw).vision
+        assert vision is not None
+        assert (vision.spatial_merge_size, vision.temporal_patch_size) == (1, 4)
+        for size in sizes:
+            raw["vision_config"].pop(size, None)
+
+
 def test_written_config_reads_back(tmp_path: Path) -> None:
     for config in (M3Config.from_dict(RELEASED), tiny_config()):
         assert M3Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -182,6 +196,21 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("text_config.sparse_attention_config.sparse_topk_blocks", 0, "below 1"),
     ("text_config.sparse_attention_config.sparse_local_block", 0, "below 1"),
     ("vision_config.hidden_act", "quick_gelu", "not supported"),
+    ("vision_config.num_channels", 1, "not supported; this code runs 3"),
+    (
+        "vision_config.temporal_patch_size",
+        4,
+        "4, but vision_config.img_token_compression_config.temporal_patch_size is 2",
+    ),
+    (
+        "vision_config.spatial_merge_size",
+        1,
+        "1, but vision_config.img_token_compression_config.spatial_merge_size is 2",
+    ),
+    ("vision_config.spatial_merge_size", "2", "a whole number is needed"),
+    ("img_token_compression_config.temporal_patch_size", 1, "1, but .* is 2"),
+    ("vision_config.img_token_compression_config.temporal_patch_size", 0, "below 1"),
+    ("vision_config.img_token_compression_config.image_token_compression_method", "pool", "not supported"),
     ("vision_config.rope_mode", "2d", "not supported"),
     ("vision_config.patch_size", ..., "missing"),
     ("vision_config.num_attention_heads", 7, "do not divide"),
@@ -222,5 +251,5 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not valid JSON"):
         M3Config.load(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="an object is needed"):
+    with pytest.raises(CheckpointError, match="not a JSON object"):
         M3Config.load(tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m3agent.kernels.linear import HalfMatrix, Matrix
 from m3agent.model import KVPages, M3Config, M3Model, Span
 from m3agent.model.config import TextConfig, VisionConfig
 from m3agent.model.released import released_tensors
@@ -125,3 +126,8 @@ def rows_at(ids: Tensor, token: int, rows: Tensor) -> list[tuple[int, Tensor]]:
         else:
             media.append((place, rows[row : row + 1]))
     return media
+
+
+def plain(weight: Matrix) -> Tensor:
+    """A weight of a model as a tensor, however it is held."""
+    return weight.values if isinstance(weight, HalfMatrix) else weight

@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m3agent.kernels.linear import linear
+from m3agent.kernels.linear import HalfMatrix, Matrix, linear
 from m3agent.kernels.swiglu import swiglu_oai
 
+Experts = Tensor | list[HalfMatrix]  # a matrix for each expert
 
-def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: float) -> Tensor:
+
+def gated_mlp(x: Tensor, gate_up: Matrix, down: Matrix, alpha: float, limit: float) -> Tensor:
     """x: [n, hidden]; gate_up: [2 · inner, hidden], gate rows first; down: [hidden, inner]. Returns [n, hidden]."""
     gate, up = linear(x, gate_up).chunk(2, dim=-1)
     return linear(swiglu_oai(gate, up, alpha, limit), down)
 
 
 def routed_experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: float
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Experts, down: Experts, alpha: float, limit: float
 ) -> Tensor:
     """Σ over a token's experts of weight · expert(x); only chosen experts are touched.
 
@@ -27,7 +29,7 @@ def routed_experts(
     if n == 1:
         return _one_token(x, chosen[0].tolist(), weights, gate_up, down, alpha, limit)
     order = chosen.flatten().argsort(stable=True)  # rows (token, place) sorted by expert
-    counts = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(chosen.flatten(), minlength=len(gate_up)).tolist()
     rows = x[order // k]  # [n · k, hidden]
     outs: list[Tensor] = []
     begin = 0
@@ -40,7 +42,7 @@ def routed_experts(
 
 
 def _one_token(
-    x: Tensor, chosen: list[int], weights: Tensor, gate_up: Tensor, down: Tensor, alpha: float, limit: float
+    x: Tensor, chosen: list[int], weights: Tensor, gate_up: Experts, down: Experts, alpha: float, limit: float
 ) -> Tensor:
     """Decoding has no rows to sort, and its experts can share one activation."""
     gate, up = torch.cat([linear(x, gate_up[expert]) for expert in chosen]).chunk(2, dim=-1)

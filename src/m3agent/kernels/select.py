@@ -40,3 +40,28 @@ def select_blocks(scores: Tensor, start: int, block: int, topk: int, local: int 
     ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
     width = min(topk, blocks)
     return ids[..., :width].masked_fill(ranked[..., :width] == float("-inf"), -1)
+
+
+def past_scores(iq: Tensor, ik: Tensor, block: int) -> Tensor:
+    """`block_scores` of a single query over whole blocks before its own: nothing to hide, nothing to fill up.
+
+    iq: [heads, d]; ik: [blocks · block, d]. Returns [heads, blocks].
+    """
+    return (iq.float() @ ik.float().T).view(iq.shape[0], -1, block).amax(-1)
+
+
+def select_past(scores: Tensor, count: int, local: int = 0, initial: int = 0) -> Tensor:
+    """What `select_blocks` chooses for one query beside its own block: [heads, count] block ids.
+
+    scores: [heads, blocks] from `past_scores`, more blocks than `count`; changed in place. local: how many blocks
+    just before the own one always come first.
+    """
+    blocks = scores.shape[1]
+    if initial:
+        scores[:, :initial] = torch.finfo(scores.dtype).max
+    if local:
+        scores[:, blocks - local :] = float("inf")
+    ranked, ids = scores.topk(count + 1)
+    if bool((ranked[:, count - 1] == ranked[:, count]).any()):  # topk breaks ties anyhow, here the lower block wins
+        ids = scores.sort(dim=-1, descending=True, stable=True).indices
+    return ids[:, :count]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +19,6 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: T
     behind the last query: other sequences have left their keys there. Returns [n, heads, d].
     """
     n, kv_heads, _ = selected.shape
-    if n == 1:
-        return _one_token(q, k, v, table, selected[0], start)
     block, blocks = k.shape[1], table.shape[0]
     positions = torch.arange(start, start + n, device=q.device)
     own = (positions // block)[:, None, None]
@@ -33,17 +33,24 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: T
     return grouped_attention(q, k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length], mask)
 
 
-def _one_token(q: Tensor, k: Tensor, v: Tensor, table: Tensor, selected: Tensor, position: int) -> Tensor:
-    """Decoding: gather just the chosen keys of each head. selected: [kv_heads, width], the last token's, so without −1.
+def token_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: Tensor, position: int) -> Tensor:
+    """Decoding: attention of one token over the chosen blocks before its own, and over its own up to itself.
 
-    In rising order the own block comes last, and what lies behind the token is cut off: no mask is needed.
+    q: [1, heads, d]; k, v, table: as above; past: [kv_heads, width] block ids. Just the chosen keys of each head are
+    gathered. The own block comes last, and what lies behind the token is cut off: no mask is needed.
     """
     _, block, kv_heads, d = k.shape
-    ids = selected.sort(-1).values
-    length = ids.shape[1] * block - (block - 1 - position % block)
-    keys = (table[ids] * block).unsqueeze(-1) + torch.arange(block, device=q.device)  # [kv_heads, width, block] slots
-    heads = torch.arange(kv_heads, device=q.device).unsqueeze(-1)
-    rows = (keys.flatten(1)[:, :length] * kv_heads + heads).flatten()
+    ids = F.pad(past, (0, 1), value=position // block)
+    length = past.shape[1] * block + position % block + 1
+    first = (table[ids] * (block * kv_heads)).unsqueeze(-1)  # [kv_heads, width + 1, 1]
+    rows = (first + _rows_of_a_block(kv_heads, block, q.device)).flatten(1)[:, :length].flatten()
     chosen_k, chosen_v = (x.view(-1, d).index_select(0, rows).view(1, kv_heads, length, d) for x in (k, v))
     out = F.scaled_dot_product_attention(q.view(1, kv_heads, -1, d), chosen_k, chosen_v)
     return out.reshape(1, -1, d)
+
+
+@lru_cache(maxsize=8)
+def _rows_of_a_block(kv_heads: int, block: int, device: torch.device) -> Tensor:
+    """Where each head's keys lie from the first row of a page on, [kv_heads, 1, block]."""
+    heads = torch.arange(kv_heads, device=device)[:, None, None]
+    return torch.arange(block, device=device) * kv_heads + heads

@@ -13,6 +13,7 @@ from m3agent.kernels.linear import linear
 from m3agent.kernels.norm_rope import paired_rope_table
 from m3agent.model.batch import Span, place
 from m3agent.model.config import M3Config
+from m3agent.model.decode import decode_token
 from m3agent.model.pages import KVPages
 from m3agent.model.text import decoder_layer, gained_norm
 from m3agent.model.vision import Grid, encode_patches
@@ -25,8 +26,7 @@ class M3Model:
     `tensors` maps released names to tensors (see `released_tensors`); they are copied. Raises CheckpointError for a
     missing, extra or misshapen one. `dtype` is the weights'; the attribute `dtype` is that of activations and pages.
     They differ in one case: float16 weights on the CPU compute in float32. Weights of bfloat16 and MXFP8 checkpoints
-    fit into float16 to within 2^-25, and a decoded token reads half the bytes; only its rows are rounded to float16
-    (those within its range: see `kernels.linear`).
+    fit into float16 to within 2^-25, and a decoded token reads half the bytes (see `kernels.linear`).
     `fingerprint` is a hex digest of the config, the weights' dtype and contents.
     """
 
@@ -65,6 +65,8 @@ class M3Model:
                     )
                 x[p.begin + offset : p.begin + offset + rows.shape[0]] = rows.to(x.dtype)
         rope = self._rope_rows(spans)
+        if x.shape[0] == 1 and x.dtype is torch.float32 and x.device.type == "cpu":
+            return [decode_token(x, w, t, rope, batch, pages)]
         for layer, layer_weights in enumerate(w.layers):
             x = decoder_layer(x, layer_weights, layer, t, rope, batch, pages)
         if logits == "last" and x.shape[0] > len(batch):

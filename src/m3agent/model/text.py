@@ -11,8 +11,8 @@ from m3agent.kernels.experts import gated_mlp, routed_experts
 from m3agent.kernels.linear import linear
 from m3agent.kernels.norm_rope import norm_rope
 from m3agent.kernels.router import route
-from m3agent.kernels.select import block_scores, select_blocks
-from m3agent.kernels.sparse_attention import sparse_attention
+from m3agent.kernels.select import block_scores, past_scores, select_blocks, select_past
+from m3agent.kernels.sparse_attention import sparse_attention, token_attention
 from m3agent.model.batch import Placed
 from m3agent.model.config import TextConfig
 from m3agent.model.pages import KVPages
@@ -54,7 +54,14 @@ def attention(
     x: Tensor, w: AttentionWeights, layer: int, t: TextConfig, rope: Rope, batch: list[Placed], pages: KVPages
 ) -> Tensor:
     """x: [tokens, hidden], normed → [tokens, heads · head_dim], before the output projection."""
-    q, k, v, iq, ik = project(x, w, t, rope, t.sparse_layers[layer])
+    return attend(linear(x, w.qkv), w, layer, t, rope, batch, pages)
+
+
+def attend(
+    rows: Tensor, w: AttentionWeights, layer: int, t: TextConfig, rope: Rope, batch: list[Placed], pages: KVPages
+) -> Tensor:
+    """rows: [tokens, …], what the fused projection made → [tokens, heads · head_dim]."""
+    q, k, v, iq, ik = split_heads(rows, w, t, rope, t.sparse_layers[layer])
     k_pages, v_pages, ik_pages = pages.k[layer], pages.v[layer], pages.ik[layer]
     for p in batch:
         k_pages.flatten(0, 1)[p.slots] = k[p.begin : p.end]
@@ -63,21 +70,22 @@ def attention(
             ik_pages.flatten(0, 1)[p.slots] = ik[p.begin : p.end]
     outs: list[Tensor] = []
     for p in batch:
-        rows = slice(p.begin, p.end)
+        here = slice(p.begin, p.end)
         if iq is None or ik_pages is None or p.span.end <= t.topk_blocks * t.block_size:
-            outs.append(full_span(q[rows], k_pages, v_pages, p))
+            outs.append(full_span(q[here], k_pages, v_pages, p))
+        elif p.end - p.begin == 1:
+            outs.append(sparse_token(q[here], iq[p.begin], k_pages, v_pages, ik_pages, p, t))
         else:
-            outs.append(sparse_span(q[rows], iq[rows], k_pages, v_pages, ik_pages, p, t))
+            outs.append(sparse_span(q[here], iq[here], k_pages, v_pages, ik_pages, p, t))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 
-def project(
-    x: Tensor, w: AttentionWeights, t: TextConfig, rope: Rope, sparse: bool
+def split_heads(
+    rows: Tensor, w: AttentionWeights, t: TextConfig, rope: Rope, sparse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """q [n, heads, d], k, v [n, kv_heads, d], index q [n, index_heads, e], index k [n, e]: normed and turned."""
-    n, d = x.shape[0], t.head_dim
+    n, d = rows.shape[0], t.head_dim
     heads, kv_heads = t.num_attention_heads, t.num_key_value_heads
-    rows = linear(x, w.qkv)
     width = w.gain.numel()
     turned = norm_rope(rows[:, :width].view(n, -1, d), w.gain, *rope, t.rms_norm_eps)
     q, k = turned[:, :heads], turned[:, heads : heads + kv_heads]
@@ -106,6 +114,16 @@ def full_span(q: Tensor, k_pages: Tensor, v_pages: Tensor, p: Placed) -> Tensor:
     """Causal attention of a whole span over everything before it."""
     end = p.span.end
     return causal_attention(q, keys_of(k_pages, p, end), keys_of(v_pages, p, end), p.span.start)
+
+
+def sparse_token(
+    q: Tensor, iq: Tensor, k_pages: Tensor, v_pages: Tensor, ik_pages: Tensor, p: Placed, t: TextConfig
+) -> Tensor:
+    """Block-sparse attention of one token, which stands beyond what top-k blocks hold. iq: [index_heads, index_dim]."""
+    own = p.span.start // t.block_size  # always chosen, so only the whole blocks before it are scored
+    scores = past_scores(iq, keys_of(ik_pages, p, own * t.block_size), t.block_size)
+    past = select_past(scores, t.topk_blocks - 1, t.local_blocks - 1, t.init_blocks)
+    return token_attention(q, k_pages, v_pages, p.span.table, past, p.span.start)
 
 
 def sparse_span(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from m3agent.errors import CheckpointError
-from m3agent.kernels.linear import input_major
+from m3agent.kernels.experts import Experts
+from m3agent.kernels.linear import HalfMatrix, Matrix, for_few_rows, input_major
 from m3agent.model.config import M3Config, TextConfig
 from m3agent.model.released import released_config, released_tensors
 
@@ -25,24 +26,24 @@ class AttentionWeights:
     """qkv rows: [q | k | v], in sparse layers [q | k | index q | index k | v]; gains are float32."""
 
     norm: Tensor  # [hidden]
-    qkv: Tensor
+    qkv: Matrix
     gain: Tensor  # [heads + kv_heads, head_dim]; one row for every normed head, index heads too if they are as wide
     index_gain: Tensor | None  # [index_heads + 1, index_dim] where index heads have another width
-    out: Tensor  # [hidden, heads · head_dim]
+    out: Matrix  # [hidden, heads · head_dim]
 
 
 @dataclass(frozen=True)
 class DenseWeights:
-    gate_up: Tensor  # [2 · inner, hidden]
-    down: Tensor  # [hidden, inner]
+    gate_up: Matrix  # [2 · inner, hidden]
+    down: Matrix  # [hidden, inner]
 
 
 @dataclass(frozen=True)
 class MoeWeights:
     router: Tensor  # [experts, hidden] float32
     bias: Tensor  # [experts] float32
-    gate_up: Tensor  # [experts, 2 · inner, hidden]
-    down: Tensor  # [experts, hidden, inner]
+    gate_up: Experts  # [experts, 2 · inner, hidden]
+    down: Experts  # [experts, hidden, inner]
     shared: DenseWeights
 
 
@@ -83,7 +84,7 @@ class Weights:
     embed: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor
-    head: Tensor  # [vocab, hidden]
+    head: Matrix  # [vocab, hidden]
     vision: VisionWeights | None
     fingerprint: str
 
@@ -168,7 +169,7 @@ def build_weights(
         embed = r.take("language_model.model.embed_tokens.weight")
         layers = [_layer(r, layer) for layer in range(config.text.num_hidden_layers)]
         norm = r.gain("language_model.model.norm.weight")
-        head = r.matrix("language_model.lm_head.weight")
+        head = for_few_rows(r.matrix("language_model.lm_head.weight"))
         vision = _vision(r) if config.vision is not None else None
     return Weights(embed, layers, norm, head, vision, r.digest.hexdigest())
 
@@ -197,12 +198,13 @@ def _attention(r: Reader, t: TextConfig, at: str, sparse: bool) -> AttentionWeig
         index_gain = torch.cat((query.expand(t.index_heads, -1), key[None]))
         if t.index_dim == t.head_dim:
             gain, index_gain = torch.cat((gain, index_gain)), None
-    qkv = r.rows(*names, at + "v_proj.weight")
-    return AttentionWeights(norm, qkv, gain, index_gain, r.matrix(at + "o_proj.weight"))
+    qkv = for_few_rows(r.rows(*names, at + "v_proj.weight"))
+    return AttentionWeights(norm, qkv, gain, index_gain, for_few_rows(r.matrix(at + "o_proj.weight")))
 
 
 def _dense(r: Reader, at: str) -> DenseWeights:
-    return DenseWeights(r.rows(at + "gate_proj.weight", at + "up_proj.weight"), r.matrix(at + "down_proj.weight"))
+    gate_up = r.rows(at + "gate_proj.weight", at + "up_proj.weight")
+    return DenseWeights(for_few_rows(gate_up), for_few_rows(r.matrix(at + "down_proj.weight")))
 
 
 def _moe(r: Reader, t: TextConfig, at: str) -> MoeWeights:
@@ -217,10 +219,15 @@ def _moe(r: Reader, t: TextConfig, at: str) -> MoeWeights:
     return MoeWeights(
         router=r.take(at + "gate.weight", torch.float32),
         bias=r.take(at + "e_score_correction_bias", torch.float32),
-        gate_up=gate_up,
-        down=down,
+        gate_up=_experts(gate_up),
+        down=_experts(down),
         shared=_dense(r, at + "shared_experts."),
     )
+
+
+def _experts(stacked: Tensor) -> Experts:
+    held = [for_few_rows(expert) for expert in stacked]
+    return [matrix for matrix in held if isinstance(matrix, HalfMatrix)] or stacked
 
 
 def _vision(r: Reader) -> VisionWeights:
