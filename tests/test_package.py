@@ -30,6 +30,7 @@ ROWS = [
     ["media"],
     ["model"],
     ["kernels"],
+    ["json_file"],
     ["errors"],
 ]
 LEVEL = {name: len(ROWS) - row for row, names in enumerate(ROWS) for name in names}

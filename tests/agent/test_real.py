@@ -128,6 +128,24 @@ async def test_a_picture_changes_what_the_model_computes(runtime: m3.Runtime) ->
     assert not np.allclose(logits[0], logits[1])
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"temporal_patch_size": 4},
+        {"temporal_patch_size": 1, "spatial_merge_size": 1},
+        {"patch_size": 8, "spatial_merge_size": 3, "segment_max_frames": 1},
+    ],
+)
+async def test_pixels_are_cut_as_the_tower_wants_them(tmp_path: Path, sizes: dict[str, int]) -> None:
+    assert CONFIG.vision is not None
+    write_checkpoint(tmp_path, replace(CONFIG, vision=replace(CONFIG.vision, **sizes)))
+    (tmp_path / "preprocessor_config.json").write_text('{"max_pixels": 6000, "patch_size": 14, "merge_size": 2}')
+    async with m3.Runtime.open(tmp_path, cache_tokens=4096) as runtime:
+        film = m3.Video(list(np.zeros((3, 60, 60, 3), np.uint8)), frame_rate=1.0)
+        reply = await m3.Agent(runtime).run("x", m3.Image(np.zeros((60, 60, 3), np.uint8)), film, max_tokens=1)
+        assert reply.usage.media_tokens > 4
+
+
 async def test_whatever_a_random_model_says_the_session_stays_valid(runtime: m3.Runtime) -> None:
     sampling = m3.Sampling(temperature=1.0, seed=3)
     session = m3.Agent(runtime, tools=[render], sampling=sampling).session()

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from m3agent.errors import ConfigError, ImageError, MediaError, VideoError
 from m3agent.media import PixelSpec, image_patches, size_rule, video_patches
 from m3agent.media.pixels import cut, normalise, resize, to_frames
+from m3agent.model import VisionConfig
 from tests.media.makers import film
 
 DATA = Path(__file__).parent / "data"
@@ -189,16 +191,18 @@ def write(folder: Path, **files: dict[str, Any]) -> Path:
     return folder
 
 
+TOWER = VisionConfig(1280, 32, 16, 5120, 3, 14, 2, 2, 1e-5, 10_000.0, 4)  # the released one
+
+
 def test_spec_of_an_empty_folder_is_the_released_one(tmp_path: Path) -> None:
-    assert PixelSpec.from_folder(tmp_path) == SPEC
+    assert PixelSpec.from_folder(tmp_path, TOWER) == SPEC
     assert (SPEC.factor, SPEC.row) == (28, 1176)
 
 
-def test_spec_ignores_the_released_size_and_reads_the_vision_config(tmp_path: Path) -> None:
-    vision = {"patch_size": 4, "img_token_compression_config": {"spatial_merge_size": 3, "temporal_patch_size": 1}}
-    config = {"vision_config": {**vision, "vision_segment_max_frames": 2}}
-    released = {"size": [672, 672], "max_image_resolution": 1008, "image_token_compression_threshold": 1.1}
-    spec = PixelSpec.from_folder(write(tmp_path, config=config, preprocessor_config=released))
+def test_spec_ignores_the_released_size_and_cuts_as_the_tower_does(tmp_path: Path) -> None:
+    tower = replace(TOWER, patch_size=4, spatial_merge_size=3, temporal_patch_size=1, segment_max_frames=2)
+    released = {"size": [672, 672], "max_image_resolution": 1008, "patch_size": 16, "merge_size": 4}
+    spec = PixelSpec.from_folder(write(tmp_path, preprocessor_config=released), tower)
     assert spec == PixelSpec(patch=4, merge=3, temporal=1, segment_max_frames=2)
     assert (spec.factor, spec.row) == (12, 48)
     patches = image_patches(
@@ -218,22 +222,28 @@ def test_spec_ignores_the_released_size_and_reads_the_vision_config(tmp_path: Pa
     ],
 )
 def test_spec_bounds_of_pictures(tmp_path: Path, bounds: dict[str, Any]) -> None:
-    spec = PixelSpec.from_folder(write(tmp_path, preprocessor_config=bounds, video_preprocessor_config={"fps": 1}))
+    spec = PixelSpec.from_folder(
+        write(tmp_path, preprocessor_config=bounds, video_preprocessor_config={"fps": 1}), TOWER
+    )
     assert spec == PixelSpec(image_min=50_176, image_max=50_176)
     assert image_patches(film(1, 640, 640)[0], spec).grids == [(1, 16, 16)]
 
 
 def test_spec_bounds_of_films(tmp_path: Path) -> None:
-    spec = PixelSpec.from_folder(write(tmp_path, preprocessor_config={"max_pixels": 90_000}))
+    spec = PixelSpec.from_folder(write(tmp_path, preprocessor_config={"max_pixels": 90_000}), TOWER)
     assert spec == PixelSpec(image_max=90_000, video_max=90_000)
-    spec = PixelSpec.from_folder(write(tmp_path, video_preprocessor_config={"max_pixels": 100_000}))
+    spec = PixelSpec.from_folder(write(tmp_path, video_preprocessor_config={"max_pixels": 100_000}), TOWER)
     assert spec == PixelSpec(image_max=90_000, video_max=100_000)
 
 
 def test_spec_says_what_is_wrong(tmp_path: Path) -> None:
-    for content in ({"max_pixels": "many"}, {"max_pixels": 0}, {"min_pixels": 10**7}, {"image_std": [1, 1]}):
+    for content in (
+        {"max_pixels": "many"},
+        {"max_pixels": 0},
+        {"min_pixels": 10**7},
+        {"image_std": [1, 1]},
+        {"image_std": [1, 1, math.nan]},
+        {"image_mean": [0, 0, math.inf]},
+    ):
         with pytest.raises(ConfigError):
-            PixelSpec.from_folder(write(tmp_path, preprocessor_config=content))
-    (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
-        PixelSpec.from_folder(tmp_path)
+            PixelSpec.from_folder(write(tmp_path, preprocessor_config=content), TOWER)

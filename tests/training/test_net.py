@@ -44,7 +44,7 @@ def test_training_and_runtime_agree(net: Net, exported: Path, select: bool) -> N
     picture[40:120, 60:200] = (200, 30, 60)
     ids = torch.from_numpy(rng.integers(0, 1984, length))
     model = load_model(exported, dtype=torch.float32)
-    patches = image_patches(picture, PixelSpec.from_folder(exported))
+    patches = image_patches(picture, PixelSpec.from_folder(exported, model.config.vision))
     rows = model.encode_media(patches.pixels, patches.grids)
     assert rows.shape == (IMAGE_TOKENS, 384)
     pages = KVPages.allocate(model.config, 16, torch.float32, torch.device("cpu"))

@@ -7,7 +7,6 @@ output are replaced by Text segments afterwards. Control tokens can so come from
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +22,7 @@ from m3agent.chat.render import check_mode, render, render_next
 from m3agent.chat.segments import Control, Segment
 from m3agent.chat.tokenizer import Tokenizer
 from m3agent.errors import CheckpointError, ConversationError
+from m3agent.json_file import read_object, read_text
 
 # MiniMaxAI/MiniMax-M3's file with LF line ends; m3agent.chat.render writes the same bytes.
 _RELEASED = "11421244f67553498e5c8112dae02802025bcc4305ec45ad380af95c96f9fe64"
@@ -52,13 +52,10 @@ class ChatFormat:
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatFormat:
         """The format of the checkpoint in `folder`: its chat_template.jinja if it has one."""
-        file = Path(folder) / "chat_template.jinja"
-        if not file.is_file():
+        source = read_text(Path(folder) / "chat_template.jinja")
+        if source is None:
             return cls(tokenizer)
-        try:
-            return cls(tokenizer, file.read_text(encoding="utf-8"), _special_tokens(file.parent))
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file} is no UTF-8 text: {error}") from error
+        return cls(tokenizer, source, _special_tokens(Path(folder)))
 
     def render(
         self,
@@ -128,10 +125,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    config = read_object(folder / "tokenizer_config.json") or {}
     found = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

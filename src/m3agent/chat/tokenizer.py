@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from m3agent.errors import CheckpointError
+from m3agent.json_file import read_text
 
 # Long texts are rarely met twice, and would keep their memory.
 _CACHED_TEXT = 8192
@@ -27,8 +28,11 @@ class Tokenizer:
     def __init__(self, tokenizer_json: str) -> None:
         definition: dict[str, Any] = json.loads(tokenizer_json)
         if definition["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(definition.get("decoder")):
-            raise CheckpointError("tokenizer.json is not a byte-level BPE, the only kind that MiniMax-M3 uses")
+            raise CheckpointError("not a byte-level BPE, the only kind of tokenizer that MiniMax-M3 uses")
         self.control: dict[str, int] = {token["content"]: token["id"] for token in definition["added_tokens"]}
+        for text, number in self.control.items():
+            if not isinstance(text, str) or not isinstance(number, int) or number < 0:
+                raise CheckpointError(f"the added token {text!r} has no text or no id")
         self._control_text = {number: text for text, number in self.control.items()}
         self._vocabulary: dict[int, str] = {number: token for token, number in definition["model"]["vocab"].items()}
         self._plain = _without_control(definition, self._control_text)
@@ -39,12 +43,15 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Reads `folder`/tokenizer.json. Raises CheckpointError if it is missing or no byte-level BPE."""
         file = Path(folder) / "tokenizer.json"
+        source = read_text(file)
+        if source is None:
+            raise CheckpointError(f"{file} is missing: a checkpoint needs its tokenizer.json")
         try:
-            return cls(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing: a checkpoint needs its tokenizer.json") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+            return cls(source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file}: {error}") from None
+        except Exception as error:  # a wrong type anywhere, and the tokenizers library raises Exception itself
+            raise CheckpointError(f"{file} cannot be read as a tokenizer: {error!r}") from error
 
     @property
     def size(self) -> int:

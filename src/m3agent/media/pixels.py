@@ -7,12 +7,11 @@ and video processors. `size` in the released preprocessor_config.json is not use
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m3agent.errors import ConfigError, ImageError, MediaError, VideoError
+from m3agent.json_file import read_object
+
+if TYPE_CHECKING:
+    from m3agent.model import VisionConfig
 
 MAX_ASPECT = 200
 
@@ -50,30 +53,25 @@ class PixelSpec:
         return 3 * self.temporal * self.patch * self.patch
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> PixelSpec:
-        """Read config.json, preprocessor_config.json and video_preprocessor_config.json of a checkpoint.
+    def from_folder(cls, folder: str | Path, vision: VisionConfig) -> PixelSpec:
+        """Read preprocessor_config.json and video_preprocessor_config.json of a checkpoint with this vision tower.
 
-        A missing file or entry means the released value. `min_pixels` and `max_pixels` count at the top level or inside
+        The tower alone says how patches are cut; where the files repeat that, they are not read. A missing file or
+        entry means the released value. `min_pixels` and `max_pixels` count at the top level or inside
         a `size` object, also as `shortest_edge` and `longest_edge`; a `size` list is not used. Those for films are read
         from video_preprocessor_config.json or, if that file is missing, the top level of preprocessor_config.json.
-        Raises ConfigError for an entry that cannot be meant.
+        Raises CheckpointError for a file that is no JSON object, ConfigError for an entry that cannot be meant.
         """
         folder = Path(folder)
-        vision = _read_json(folder / "config.json").get("vision_config") or {}
-        compression = vision.get("img_token_compression_config") or {}
-        pictures = _read_json(folder / "preprocessor_config.json")
-        films = _read_json(folder / "video_preprocessor_config.json") or {
+        pictures = read_object(folder / "preprocessor_config.json") or {}
+        films = read_object(folder / "video_preprocessor_config.json") or {
             name: pictures[name] for name in ("min_pixels", "max_pixels") if name in pictures
         }
         found: dict[str, Any] = {
-            "patch": vision.get("patch_size", pictures.get("patch_size")),
-            "merge": vision.get(
-                "spatial_merge_size", compression.get("spatial_merge_size", pictures.get("merge_size"))
-            ),
-            "temporal": vision.get(
-                "temporal_patch_size", compression.get("temporal_patch_size", pictures.get("temporal_patch_size"))
-            ),
-            "segment_max_frames": vision.get("vision_segment_max_frames"),
+            "patch": vision.patch_size,
+            "merge": vision.spatial_merge_size,
+            "temporal": vision.temporal_patch_size,
+            "segment_max_frames": vision.segment_max_frames,
             "image_min": _bound(pictures, "min_pixels", "shortest_edge"),
             "image_max": _bound(pictures, "max_pixels", "longest_edge"),
             "video_min": _bound(films, "min_pixels", "shortest_edge"),
@@ -208,18 +206,6 @@ def _patches(
     return Patches(pixels, grids, digest.hexdigest(), kind, timestamps, count * per_frame, per_frame)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(path.name, f"cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(path.name, "is not a JSON object")
-    return data
-
-
 def _bound(config: Mapping[str, Any], name: str, edge: str) -> Any:
     size = config.get("size")
     inside = size if isinstance(size, Mapping) else {}
@@ -236,21 +222,14 @@ def _triple(config: Mapping[str, Any], name: str) -> tuple[float, ...] | None:
 
 
 def _check(spec: PixelSpec) -> None:
-    for name in (
-        "patch",
-        "merge",
-        "temporal",
-        "segment_max_frames",
-        "image_min",
-        "image_max",
-        "video_min",
-        "video_max",
-    ):
+    for name in ("image_min", "image_max", "video_min", "video_max"):
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(name, f"must be a positive whole number, not {value!r}")
     for low, high in (("image_min", "image_max"), ("video_min", "video_max")):
         if getattr(spec, low) > getattr(spec, high):
             raise ConfigError(high, f"is smaller than {low}")
-    if min(spec.std) <= 0:
-        raise ConfigError("image_std", "must be positive")
+    if not all(0 < value < math.inf for value in spec.std):
+        raise ConfigError("image_std", f"must be positive numbers, not {spec.std}")
+    if not all(map(math.isfinite, spec.mean)):
+        raise ConfigError("image_mean", f"must be finite numbers, not {spec.mean}")

@@ -6,7 +6,6 @@ headers before the first weight is touched. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from m3agent.errors import CheckpointError, MissingDependency
+from m3agent.json_file import read_object
 from m3agent.model.config import M3Config
 from m3agent.model.m3 import M3Model
 from m3agent.model.mxfp8 import BLOCK, NAN_SCALE, dequantize_mxfp8
@@ -175,14 +175,12 @@ def map_shards(folder: Path, stack: ExitStack) -> Iterator[dict[str, Stored]]:
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
-    if not path.exists():
+    whole = read_object(path)
+    if whole is None:
         return None
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not an index with a weight_map ({error})") from error
+    index = whole.get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) and v == Path(v).name for v in index.values()):
-        raise CheckpointError(f"{path}: weight_map must name files of this folder")
+        raise CheckpointError(f"{path}: an index needs a weight_map that names files of this folder")
     return index
 
 

@@ -7,13 +7,13 @@ What this code cannot run is refused with `ConfigError` and the field's dotted n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from m3agent.errors import CheckpointError, ConfigError
+from m3agent.json_file import read_object
 from m3agent.model.fields import Fields
 from m3agent.model.released import released_config
 
@@ -85,16 +85,14 @@ class M3Config:
 
     @classmethod
     def load(cls, folder: str | Path) -> M3Config:
-        """Read `config.json`. Raises CheckpointError if it is missing or no JSON, ConfigError if it cannot be run."""
+        """Read `config.json`.
+
+        Raises CheckpointError if it is missing or no JSON object, ConfigError if it cannot be run.
+        """
         path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+        raw = read_object(path)
+        if raw is None:
+            raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json")
         return cls.from_dict(raw)
 
     @classmethod
@@ -223,12 +221,15 @@ def _check_text(c: TextConfig, f: Fields, sparse: Fields) -> None:
 
 def _vision(top: Fields) -> VisionConfig:
     f = top.section("vision_config", required=True)
-    compression = f.section("img_token_compression_config") or top.section("img_token_compression_config")
+    places = (f.section("img_token_compression_config"), top.section("img_token_compression_config"), f)
+    for place in places:
+        place.must("image_token_compression_method", ("patch_merge",))
     top.must("projector_hidden_act", ("gelu",))
     top.must("multimodal_projector_bias", (True,))
     top.must("vision_feature_layer", (-1,))
     top.must("vision_feature_select_strategy", ("full",))
     f.must("hidden_act", ("gelu",))
+    f.must("num_channels", (3,))
     f.must("position_embedding_type", ("rope",))
     f.must("rope_mode", ("3d",))
     rope = f.section("rope_parameters")
@@ -238,10 +239,10 @@ def _vision(top: Fields) -> VisionConfig:
         num_hidden_layers=f.integer("num_hidden_layers"),
         num_attention_heads=f.integer("num_attention_heads"),
         intermediate_size=f.integer("intermediate_size"),
-        num_channels=f.integer("num_channels", default=3),
+        num_channels=3,
         patch_size=f.integer("patch_size"),
-        temporal_patch_size=compression.integer("temporal_patch_size", fallback=(f, "temporal_patch_size"), default=2),
-        spatial_merge_size=compression.integer("spatial_merge_size", fallback=(f, "spatial_merge_size"), default=2),
+        temporal_patch_size=_agreed("temporal_patch_size", places, default=2),
+        spatial_merge_size=_agreed("spatial_merge_size", places, default=2),
         layer_norm_eps=f.number("layer_norm_eps", default=1e-5),
         rope_theta=rope.number("rope_theta", default=f.number("rope_theta", default=10_000.0)),
         segment_max_frames=f.integer("vision_segment_max_frames", default=4),
@@ -254,6 +255,15 @@ def _vision(top: Fields) -> VisionConfig:
     if config.hidden_size // config.num_attention_heads < 6:
         raise ConfigError(f.name("num_attention_heads"), "a head needs 6 channels or more for three rotary axes")
     return config
+
+
+def _agreed(key: str, places: Sequence[Fields], default: int) -> int:
+    """A field that stands in several places of released files; they must agree, since readers differ in which counts."""
+    found = [(place.name(key), place.integer(key)) for place in places if place.raw.get(key) is not None]
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise ConfigError(name, f"{value}, but {found[0][0]} is {found[0][1]}")
+    return found[0][1] if found else default
 
 
 def _quantization(f: Fields) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from m3agent.chat import Tokenizer
-from m3agent.errors import CheckpointError, ConfigError
+from m3agent.errors import ConfigError
+from m3agent.json_file import read_object
 from m3agent.runtime.sampling import Sampling
 
 END_OF_MESSAGE, ROLE_START, DOCUMENT_START = "[e~[", "]~b]", "]~!b["
@@ -31,14 +31,7 @@ class Defaults:
     def from_folder(cls, folder: Path) -> Defaults:
         """Raises CheckpointError for a file that is no JSON object, ConfigError for a value that cannot be meant."""
         path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
-        try:
-            raw: Any = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{path}: not a JSON object")
+        raw = read_object(path) or {}
         given = {name: raw[name] for name in cls.__dataclass_fields__ if raw.get(name) is not None}
         try:
             defaults = TypeAdapter(cls).validate_python(given)

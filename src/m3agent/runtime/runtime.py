@@ -171,7 +171,7 @@ def _load(
         raise CheckpointError(problem)
     defaults = Defaults.from_folder(folder)
     chat_format = ChatFormat.load(folder, tokenizer)
-    pixels = PixelSpec.from_folder(folder) if config.vision is not None else None
+    pixels = PixelSpec.from_folder(folder, config.vision) if config.vision is not None else None
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_model(folder, device=where, dtype=dtype, progress=progress)
     return Runtime(
