@@ -15,6 +15,7 @@ from m3agent.errors import ContextOverflow, RuntimeClosed, SessionBusy
 from m3agent.model.batch import Span
 from m3agent.model.m3 import M3Model
 from m3agent.model.pages import KVPages
+from m3agent.runtime.cores import Cores
 from m3agent.runtime.features import FeatureCache
 from m3agent.runtime.kv import BlockTable, PagePool
 from m3agent.runtime.request import Ended, Request, Token
@@ -104,7 +105,7 @@ class Engine:
         self.reap()
         return Stats(
             total_pages=self.pool.total,
-            used_pages=self.pool.used,
+            used_pages=self.pool.used if self._thread.is_alive() else 0,  # their memory went with the worker
             page_tokens=self.page_tokens,
             active_requests=len(self._busy),
             steps=self._steps,
@@ -130,9 +131,10 @@ class Engine:
     def _work(self) -> None:
         error = RuntimeClosed("the runtime was closed")
         try:
+            cores = Cores()
             with torch.inference_mode():
                 while self._receive():
-                    self._step()
+                    self._step(cores)
         except BaseException as failure:  # a fault of the engine itself: nobody may wait for it forever
             error = RuntimeClosed(f"the runtime's worker failed: {failure!r}")
             error.__cause__ = failure
@@ -177,11 +179,16 @@ class Engine:
             assert request.logits is not None
             self._sample(request, request.logits)
 
-    def _step(self) -> None:
+    def _step(self, cores: Cores) -> None:
         """One pass through the model: prepare the work, run it as one batch, choose a token where a prompt is done."""
         work: list[Work] = []
         spans: list[Span] = []
-        for piece in plan(self._active, CHUNK):
+        planned = plan(self._active, CHUNK)
+        if all(piece.count == 1 for piece in planned):
+            cores.leave_one()
+        else:
+            cores.take_all()
+        for piece in planned:
             span = self._span(piece)
             if span is not None:
                 work.append(piece)
