@@ -148,6 +148,28 @@ def test_a_pipe_that_is_not_utf_8_gets_question_marks():
     assert done.stdout.startswith("?  Python")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize("arguments", [["demo"], ["doctor"], ["chat"], ["--help"], ["demo", "--help"]])
+def test_output_that_cannot_be_written_is_one_line(checkpoint: Path, tmp_path: Path, arguments: list[str]):
+    if arguments in (["demo"], ["chat"]):
+        arguments = [*arguments, "--model", str(checkpoint)]
+    command = [sys.executable, "-c", "from m3agent.cli import main; main()", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            cwd=tmp_path,
+        )  # fmt: skip
+    assert done.stderr == "m3agent: cannot write the output: No space left on device\n"
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("command", ["demo", "chat"])
+def test_an_empty_name_is_told(tmp_path: Path, command: str):
+    out = ["--out", tmp_path] if command == "demo" else []
+    check_one_line(invoke(command, "--image", "", *out), "the path of the picture is empty")
+    check_one_line(invoke(command, "--model", "", *out), "the name of the model is empty")
+
+
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path):
     check_one_line(invoke("demo", "--out", tmp_path, "--model", tmp_path / "nowhere"), "nowhere")
 

@@ -60,7 +60,8 @@ class Session:
         max_turns: the limit on model turns (the agent's own by default). max_tokens: the limit on generated tokens over
         all turns. A limit that is reached is no error: `reply.stop` says so, and the session can go on.
         Raises MediaError for a picture that cannot be used (nothing was added then), ConversationError,
-        ContextOverflow, SessionBusy, RuntimeClosed, NumericalError. When cancelled, the session keeps what was
+        ContextOverflow, ValueError for a stop token outside the vocabulary (the same holds), SessionBusy,
+        RuntimeClosed, NumericalError. When cancelled, the session keeps what was
         generated and can go on.
         """
         async with self.stream(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling) as events:

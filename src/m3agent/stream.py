@@ -156,6 +156,7 @@ class RunStream:
         if self._busy.held:
             raise SessionBusy("this session runs already; wait for that run, or fork the session before")
         self._busy.held = self._holds = True
+        self._sampling.check_stop(self._history.runtime.vocabulary)
         self._first_message = len(self._history.messages)
         parts = content_parts(self._parts)
         await self._send(Message(role="user", parts=parts) if parts else None)

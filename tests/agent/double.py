@@ -73,6 +73,7 @@ class ScriptedRuntime:
     chat_format: ChatFormat = field(init=False)
     replies: list[str] = field(default_factory=list[str])  # one a turn, across all sequences
     context_length: int = 1_000_000
+    vocabulary: int = 320
     pixels: PixelSpec | None = field(default_factory=PixelSpec)
     defaults: Defaults = field(default_factory=lambda: Defaults(thinking_mode="disabled"))
     fuse: Fuse = field(default_factory=Fuse)

@@ -213,6 +213,17 @@ async def test_a_call_cut_by_the_token_limit_does_not_run(runtime: ScriptedRunti
     check_log(runtime, session)
 
 
+@pytest.mark.parametrize("stop", [{-1}, {5, 320}, {"[e~["}])
+async def test_a_stop_token_that_cannot_come_is_refused_before_anything_enters(
+    runtime: ScriptedRuntime, stop: Any
+) -> None:
+    session = agent(runtime.says("ok")).session()
+    with pytest.raises(ValueError, match=r"stop has .*from 0 to 319"):
+        await session.run("x", sampling=m3.Sampling(stop=frozenset(stop)))
+    assert (session.messages, session.tokens) == ([], [])
+    assert (await session.run("x", sampling=m3.Sampling(stop=frozenset({319})))).text == "ok"
+
+
 async def test_thinking_is_kept_apart(runtime: ScriptedRuntime) -> None:
     runtime.says("<mm:think>Let me see.</mm:think>Blue.", "Let me see.</mm:think>Red.")
     reply = await agent(runtime, thinking="adaptive").run("Which?")

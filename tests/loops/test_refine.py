@@ -249,6 +249,19 @@ async def test_time_runs_out_while_the_model_writes():
     assert session.left
 
 
+async def test_time_runs_out_in_a_later_attempt():
+    class Stuck(ScriptedSession):
+        async def _events(self) -> AsyncGenerator[Event, None]:
+            await anyio.sleep_forever()
+            yield  # pyright: ignore[reportReturnType]
+
+    session, _ = with_attempts([["100"], "Done."])
+    session.forks[0].forks = [Stuck()]
+    result = await run(session, checks=[PixelMatch(TARGET)], attempts=2, stop=Stop(seconds=1.0))
+    assert result.stopped == "seconds"
+    assert [step.code for step in result.steps] == ["100"]
+
+
 async def test_a_faulty_check_is_the_programs_fault_and_not_told_to_the_model():
     def faulty(image: Image) -> float:
         raise ZeroDivisionError("a bug")

@@ -2,6 +2,7 @@
 
 import base64
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -81,6 +82,13 @@ def test_without_target_and_without_steps():
     page = Page(film_strip(refinement([]), goal="g"))
     assert "Target" not in page.words
     assert "none" in page.words
+
+
+@pytest.mark.parametrize("reason", ["passed", "no gain", "tokens", "seconds", "rounds", "answered"])
+def test_every_reason_to_stop_has_words(reason: str):
+    text = film_strip(replace(refinement(["<a/>"]), stopped=reason), goal="g")
+    (words,) = re.findall(r"<dt>ended</dt><dd>(.+)</dd>", text)
+    assert len(words) > len(reason)
 
 
 def test_a_hundred_percent_is_said_of_perfection_alone():

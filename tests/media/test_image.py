@@ -116,6 +116,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Image("https://example.org/cat.png").load()
     with pytest.raises(ImageError, match="cannot be read"):
         Image("nul\0byte.png").load()
+    with pytest.raises(ImageError, match="the path of the picture is empty"):
+        Image("")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are Unix's")

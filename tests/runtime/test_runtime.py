@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from m3agent.errors import CheckpointError, ConfigError, RuntimeClosed
-from m3agent.runtime import Runtime
+from m3agent.runtime import Runtime, Sampling
 from m3agent.runtime import runtime as module
 from m3agent.runtime.runtime import Opening
 from tests.runtime.test_sequence import generated, prompt, sampled
@@ -113,6 +113,28 @@ async def test_opened_and_closed_in_different_tasks_in_any_order(opening: Open) 
     assert not engines()
     with pytest.raises(RuntimeClosed):
         runtimes[0].sequence()
+
+
+async def test_a_closed_runtime_uses_no_pages_whatever_sessions_are_left(opening: Open) -> None:
+    runtime = await opening()
+    sequence = runtime.sequence()
+    sequence.append(prompt(20))
+    await generated(sequence, sampled(2))
+    assert runtime.stats().used_pages == 3
+    await runtime.close()
+    assert runtime.stats().used_pages == 0
+    sequence.close()
+    assert runtime.stats().used_pages == 0
+
+
+async def test_a_stop_token_outside_the_vocabulary(opening: Open) -> None:
+    async with opening() as runtime:
+        sequence = runtime.sequence()
+        sequence.append([1])
+        for token in (-1, runtime.vocabulary):
+            with pytest.raises(ValueError, match="stop has"):
+                sequence.generate(Sampling(stop=frozenset({token})))
+        assert sequence.tokens == [1]
 
 
 async def test_two_runtimes_at_once(opening: Open) -> None:

@@ -5,8 +5,11 @@ Needs the `cli` extra (typer and rich), which the library itself never imports.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
+from typing import TextIO
 
 
 def main() -> None:
@@ -22,4 +25,20 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or pipe that is not UTF-8 gets "?", not a traceback
-    app()
+    try:
+        try:
+            app()
+        finally:  # what is still held back must not fail later, where nobody can catch it
+            sys.stdout.flush()
+    except OSError as error:
+        _drop(sys.stdout)
+        print(f"m3agent: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what is still held back go nowhere: Python writes it once more at its end."""
+    with contextlib.suppress(OSError):  # no file behind it
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

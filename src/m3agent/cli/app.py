@@ -27,7 +27,9 @@ Model = Annotated[
 
 @app.command()
 def demo(
-    image: Annotated[Path | None, typer.Option(help="A picture to draw; without it a scene of the demo's own.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="A picture to draw; without it a scene of the demo's own.", metavar="FILE")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder for report.html.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(help="Which of the demo's scenes.", min=0)] = 0,
     rounds: Annotated[int, typer.Option(help="The most drafts.", min=1)] = 10,
@@ -43,7 +45,9 @@ def demo(
 @app.command()
 def chat(
     model: Model = None,
-    image: Annotated[list[Path] | None, typer.Option(help="A picture for the first message; may be repeated.")] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(help="A picture for the first message; may be repeated.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Talk with the model; pictures by /image FILE, /quit or Ctrl-D to end, Ctrl-C to stop an answer."""
     from m3agent.cli.chat import Chat

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
@@ -27,12 +27,12 @@ class Chat:
 
     console: Console
     model: str | None
-    images: list[Path]
+    images: list[str]
     _pending: list[Content] = field(default_factory=list[Content])
 
     def run(self) -> None:
         for path in self.images:
-            self._attach(str(path))
+            self._attach(path)
         with (
             start_blocking_portal() as portal,
             portal.wrap_async_context_manager(opened(self.console, self.model)) as runtime,
@@ -70,7 +70,7 @@ class Chat:
                 self.console.print("\n(stopped)", style="dim")
 
     def _attach(self, name: str) -> None:
-        image = Image(Path(name).expanduser()).load()
+        image = Image(os.path.expanduser(name)).load()
         self._pending.append(image)
         Screen(self.console).pictures({name: image})
 

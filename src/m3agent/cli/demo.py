@@ -28,7 +28,7 @@ class Demo:
     """One run of the demo. Raises M3Error, with a line for the user, for whatever can be mended."""
 
     console: Console
-    image: Path | None
+    image: str | None
     out: Path
     seed: int
     rounds: int

@@ -14,7 +14,7 @@ from m3agent.runtime import Runtime
 @asynccontextmanager
 async def opened(console: Console, model: str | None) -> AsyncIterator[Runtime]:
     """The runtime of a checkpoint folder or hub id; None is the embedded m3-nano. Closed at the end."""
-    name = model or "m3-nano"
+    name = "m3-nano" if model is None else model
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(name, total=None)

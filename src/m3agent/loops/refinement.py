@@ -78,18 +78,20 @@ async def refine(
     session.add_tool(desk.tool())
     log = _Log(desk, on_event)
     seconds = rule.seconds if isinstance(rule, Stop) else None
-    stopped = "seconds"  # what remains true if the time limit below strikes
+    stopped = "seconds"
     if not checks:
         attempts = 1  # nothing could be wrong with the first
     begin = session.fork() if attempts > 1 else session  # the goal is not in it yet
     try:
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(seconds) as limit:
             stopped = await _attempt(session, parts, rule, log, max_rounds, last=attempts == 1)
             while stopped in ("answered", "repeated") and log.attempt + 1 < attempts:
                 log.attempt += 1
                 async with begin.fork() as again:
                     last = log.attempt + 1 == attempts
                     stopped = await _attempt(again, parts, rule, log, max_rounds, last=last)
+        if limit.cancelled_caught:  # in whichever attempt
+            stopped = "seconds"
     finally:
         if begin is not session:
             await begin.close()

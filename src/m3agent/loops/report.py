@@ -14,6 +14,7 @@ from m3agent.media.image import Image
 _ENDINGS = {
     "passed": "all checks passed",
     "answered": "the model was done",
+    "no gain": "no better draft any more",
     "rounds": "rounds used up",
     "tokens": "tokens used up",
     "seconds": "time used up",

@@ -107,6 +107,8 @@ class Image:
                 self._source = bytes(source)
             case str() | os.PathLike():
                 self.name = os.fspath(source)
+                if not self.name:
+                    raise ImageError("the path of the picture is empty")
                 self._source = Path(source)
             case Pil.Image():
                 self.name = "<PIL image>"

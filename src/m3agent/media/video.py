@@ -83,6 +83,8 @@ class Video:
             self._source = bytes(source)
         elif isinstance(source, str | os.PathLike):
             self.name = os.fspath(source)
+            if not self.name:
+                raise VideoError("the path of the film is empty")
             self._source = Path(source)
         elif isinstance(source, Sequence | np.ndarray):
             self.name = "<frames>"

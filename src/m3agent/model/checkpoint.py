@@ -136,6 +136,8 @@ def resolve(name: str | Path) -> Path:
 
     Raises CheckpointError if there is no such folder, MissingDependency if the hub client is not installed.
     """
+    if not str(name):
+        raise CheckpointError("the name of the model is empty; give a checkpoint folder or a hub id such as org/name")
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -258,7 +258,7 @@ def _vision(top: Fields) -> VisionConfig:
 
 
 def _agreed(key: str, places: Sequence[Fields], default: int) -> int:
-    """A field that stands in several places of released files; they must agree, since readers differ in which counts."""
+    """A field that released files have in several places; they must agree, since readers differ in which counts."""
     found = [(place.name(key), place.integer(key)) for place in places if place.raw.get(key) is not None]
     for name, value in found[1:]:
         if value != found[0][1]:

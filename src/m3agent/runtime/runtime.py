@@ -95,6 +95,11 @@ class Runtime:
         return Opening(lambda watch: _load(model, device, dtype, cache_tokens, watch), progress)
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        return self.config.text.vocab_size
+
+    @property
     def closed(self) -> bool:
         return self.engine.stopped
 

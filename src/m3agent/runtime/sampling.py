@@ -26,7 +26,7 @@ class Sampling:
     None goes on until a stop token or the end of the context; 0 only computes the prompt. stop: token ids that end
     the reply, itself being part of it; None means the model's own (end of message, start of a role, of a document).
 
-    Raises ValueError for a value outside its range.
+    Raises ValueError for a value outside its range; a stop token outside the vocabulary is told by the call.
     """
 
     temperature: float = 1.0
@@ -48,6 +48,12 @@ class Sampling:
         for name, (holds, wanted) in ranges.items():
             if not holds:
                 raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)}")
+
+    def check_stop(self, vocabulary: int) -> None:
+        """Raises ValueError for a stop token that a model with so many ids can never say."""
+        for token in self.stop or ():
+            if not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(f"stop has {token!r}; the ids of this model go from 0 to {vocabulary - 1}")
 
 
 def generator(seed: int | None) -> torch.Generator:

@@ -67,7 +67,7 @@ class Sequence:
         """
         self._check_idle()
         added = [int(token) for token in ids]
-        vocabulary = self._runtime.config.text.vocab_size
+        vocabulary = self._runtime.vocabulary
         for token in added:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token} is outside the vocabulary of {vocabulary}")
@@ -84,11 +84,14 @@ class Sequence:
         sampling: None takes the checkpoint's own defaults. The work begins on entering. Leaving early, or being
         cancelled, ends it within one step; the log then holds the tokens that were taken from the stream.
         Going on after leaving early, with nothing appended, computes the last token again.
+        Raises ValueError for a stop token outside the vocabulary.
         Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed; iterating raises ContextOverflow when
         the model's context or the KV cache is full, NumericalError for logits that are not finite, and whatever else
         went wrong inside the model.
         """
-        return TokenStream(self, sampling or self._runtime.defaults.sampling())
+        sampling = sampling or self._runtime.defaults.sampling()
+        sampling.check_stop(self._runtime.vocabulary)
+        return TokenStream(self, sampling)
 
     async def logits(self) -> Tensor:
         """What the model expects after the last token, float32 [vocab]; computes what was appended first."""
