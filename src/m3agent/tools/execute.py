@@ -39,7 +39,7 @@ async def call_tool(
         if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
             value = await tool.function(*args, **kwargs)
         else:
-            value = await _in_thread(lambda: tool.function(*args, **kwargs), context)
+            value = await in_thread(lambda: tool.function(*args, **kwargs), context)
             if inspect.isawaitable(value):  # a plain function that hands back a coroutine
                 value = await value
         return result_parts(value)
@@ -54,7 +54,8 @@ async def call_tool(
         raise
 
 
-async def _in_thread(function: Callable[[], Any], context: Context) -> Any:
+async def in_thread(function: Callable[[], Any], context: Context) -> Any:
+    """Call `function` in a thread of its own; cancellation is as for the synchronous tools of `call_tool`."""
     started, finished = threading.Event(), threading.Event()
 
     def work() -> tuple[Any]:  # in a tuple: trio refuses a coroutine as what a thread's function returns
