@@ -42,7 +42,7 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: Tensor
     _, block, kv_heads, d = k.shape
     ids = F.pad(past, (0, 1), value=position // block)
     length = past.shape[1] * block + position % block + 1
-    first = (table[ids] * (block * kv_heads)).unsqueeze(-1)  # [kv_heads, width + 1, 1]
+    first = table.take(ids).mul_(block * kv_heads).unsqueeze(-1)  # [kv_heads, width + 1, 1]
     rows = (first + _rows_of_a_block(kv_heads, block, q.device)).flatten(1)[:, :length].flatten()
     chosen_k, chosen_v = (x.view(-1, d).index_select(0, rows).view(1, kv_heads, length, d) for x in (k, v))
     out = F.scaled_dot_product_attention(q.view(1, kv_heads, -1, d), chosen_k, chosen_v)

@@ -37,7 +37,8 @@ class Span:
             return first
         if int(self.table[-1]) - first != count - 1:
             return None
-        return first if bool((self.table.diff() == 1).all()) else None
+        row = torch.arange(first, first + count, device=self.table.device)
+        return first if torch.equal(self.table, row) else None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ sequence is the caller's business; here are only the tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ class KVPages:
         t = config.text
         numbers = 2 * t.num_hidden_layers * t.num_key_value_heads * t.head_dim + sum(t.sparse_layers) * t.index_dim
         return numbers * t.block_size * dtype.itemsize
+
+    @cached_property
+    def slots(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """The same memory token by token, for each layer: k, v, ik, each [pages · block, ...]."""
+        return [
+            (k.flatten(0, 1), v.flatten(0, 1), None if ik is None else ik.flatten(0, 1))
+            for k, v, ik in zip(self.k, self.v, self.ik, strict=True)
+        ]
 
     @property
     def pages(self) -> int:

@@ -63,11 +63,14 @@ def attend(
     """rows: [tokens, …], what the fused projection made → [tokens, heads · head_dim]."""
     q, k, v, iq, ik = split_heads(rows, w, t, rope, t.sparse_layers[layer])
     k_pages, v_pages, ik_pages = pages.k[layer], pages.v[layer], pages.ik[layer]
+    k_slots, v_slots, ik_slots = pages.slots[layer]
     for p in batch:
-        k_pages.flatten(0, 1)[p.slots] = k[p.begin : p.end]
-        v_pages.flatten(0, 1)[p.slots] = v[p.begin : p.end]
-        if ik is not None and ik_pages is not None:
-            ik_pages.flatten(0, 1)[p.slots] = ik[p.begin : p.end]
+        # A batch of one span needs no cutting: a decoded token's few microseconds count.
+        here = slice(None) if len(batch) == 1 else slice(p.begin, p.end)
+        k_slots[p.slots] = k[here]
+        v_slots[p.slots] = v[here]
+        if ik is not None and ik_slots is not None:
+            ik_slots[p.slots] = ik[here]
     outs: list[Tensor] = []
     for p in batch:
         here = slice(p.begin, p.end)
