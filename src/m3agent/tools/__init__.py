@@ -2,11 +2,14 @@
 
 `signature` and `docs` read a function, `schema` makes its JSON schema, `define` is `@tool`, `results` turns what it
 returned into text and pictures, and `execute` runs one call so that whatever happens becomes a short answer.
-`workspace` is a set of ready tools: the files of one folder.
+`workspace` is a set of ready tools: the files of one folder. `shell` and `python` are sets that start programs, with
+`process` and `output` below them.
 """
 
 from m3agent.tools.context import Context
 from m3agent.tools.define import Tool, tool
+from m3agent.tools.python_tool import python
+from m3agent.tools.shell_tool import shell
 from m3agent.tools.workspace import workspace
 
-__all__ = ["Context", "Tool", "tool", "workspace"]
+__all__ = ["Context", "Tool", "python", "shell", "tool", "workspace"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -162,8 +163,10 @@ def hand_over(job: Job, output: Output) -> Path | None:
     path = output.keep()
     os.set_blocking(job.pipe, True)
     limit = f'trap "" XFSZ; ulimit -f {FILE_BYTES // 512}'
+    # Through descriptor 3: a shell gives what it starts in the background an empty standard input.
+    script = f'exec 3<&0; (({limit}; exec cat <&3 >>"$1"); exec cat <&3 >/dev/null) &'
     subprocess.run(
-        ["/bin/sh", "-c", f'(({limit}; exec cat >>"$1"); exec cat >/dev/null) &', "sh", path or os.devnull],
+        ["/bin/sh", "-c", script, "sh", path or os.devnull],
         stdin=job.pipe,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -218,7 +221,9 @@ def kill(job: Job, output: Output, grace: float = GRACE) -> None:
             break
         _signal(job, left, signal.SIGKILL)
         time.sleep(0.01)
-    job.process.poll()
+    # Its first thread may be a zombie before its others are gone, and only then can it be waited for.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.process.wait(1)
 
 
 def _signal(job: Job, processes: Sequence[Running], number: signal.Signals) -> None:
