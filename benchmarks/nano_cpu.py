@@ -3,7 +3,8 @@
 Measures prefill and decode in tokens/s, the time to the first token of a later turn (a long log in the cache, a short
 message new) with the cache and without, and the peak memory. Each engine runs in a process of its own, one after the
 other, on the same prompt, greedily, one sequence at a time. transformers reads a bf16 copy of the checkpoint, since it
-cannot read MXFP8. Prints a table and writes benchmarks/results/nano_cpu.json.
+cannot read MXFP8. Once after a short prompt and once after a long one. Prints tables and writes
+benchmarks/results/nano_cpu.json.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "nano_cpu.json"
+PROMPTS = (512, 4096)  # tokens in the cache: a demo's prompt, and a long session
 NEW = 20  # tokens of the later turn's message
 BARS = {"decode": 3.0, "prefill": 1.5, "later turn": 20.0}
 
@@ -143,15 +145,15 @@ def in_process(engine: str, plan: Plan) -> Result:
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(folder: Path, repeats: int) -> dict[str, Any]:
-    """Both engines, one after the other, and what they ran on."""
+def compare(folder: Path, repeats: int, prompt: int) -> dict[str, Any]:
+    """Both engines, one after the other, after `prompt` tokens or what the context allows, and what they ran on."""
     import torch
     import transformers
 
     from m3agent.model import M3Config
 
     context = M3Config.load(folder).text.max_position_embeddings
-    prompt, decode = min(4096, context * 3 // 4), min(128, context // 8)
+    prompt, decode = min(prompt, context * 3 // 4), min(128, context // 8)
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "bf16"
         convert(folder, copy)
@@ -227,11 +229,14 @@ def main(show: Callable[[str], None] = print) -> None:
         return
     from m3agent.runtime.runtime import EMBEDDED
 
-    report = compare((arguments.model or EMBEDDED).resolve(), arguments.repeats)
-    report["model"] = arguments.model.name if arguments.model else "m3-nano"
+    reports = []
+    for prompt in PROMPTS:
+        report = compare((arguments.model or EMBEDDED).resolve(), arguments.repeats, prompt)
+        report["model"] = arguments.model.name if arguments.model else "m3-nano"
+        reports.append(report)
+        show(table(report) + "\n")
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
-    show(table(report))
+    RESULTS.write_text(json.dumps(reports, indent=2) + "\n")
 
 
 if __name__ == "__main__":
