@@ -183,7 +183,7 @@ async def test_a_process_that_dies_is_told_and_a_fresh_one_comes(tmp_path: Path,
     before = descriptors()
     assert await ask(tools, "x = 1") == "[no output]"
     assert await ask(tools, code) == f"last words\n[the Python process {end}; {NEXT}"
-    assert descriptors() == before
+    await eventually(lambda: descriptors() <= before)  # what earlier tests left may go in between
     assert await ask(tools, "'x' in globals()") == f"{FRESH}\nFalse"
     assert await ask(tools, "1") == "1"
 
@@ -283,12 +283,12 @@ async def test_many_calls_leave_nothing_behind(tmp_path: Path) -> None:
     before = descriptors()
     for n in range(100):
         assert await ask(tools, f"{n}") == str(n)
-    assert descriptors() == before
+    await eventually(lambda: descriptors() <= before)  # what earlier tests left may go in between
     assert [child.pid for child in children()] == [pid]
     del tools
     gc.collect()
     await eventually(lambda: children() == [])
-    await eventually(lambda: descriptors() == before - 2)  # the pipe and the socket
+    await eventually(lambda: descriptors() <= before - 2)  # the pipe and the socket
 
 
 PROGRAM = """

@@ -68,7 +68,7 @@ async def test_what_cannot_be_started_is_a_tool_error(tmp_path: Path, command: s
     before = descriptors()
     with pytest.raises(m3.ToolError, match="could not be started"):
         await sh(command, tmp_path)
-    assert descriptors() == before
+    await eventually(lambda: descriptors() <= before)  # what earlier tests left may go in between
 
 
 async def test_a_root_that_is_gone_is_a_tool_error(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ async def test_many_calls_leave_nothing_behind(tmp_path: Path) -> None:
     for _ in range(40):
         await call(tools, "true")
     await call(tools, "sleep 600 & seq 1 10000")
-    assert descriptors() == before
+    await eventually(lambda: descriptors() <= before)  # what earlier tests left may go in between
     assert children() == []
 
 

@@ -258,12 +258,50 @@ def test_no_spelling_escapes(by_kernel: bool, path: str, links: list[str]) -> No
             patch.setattr(beneath, "has_open_beneath", lambda descriptor: False)
         scene = Scene(Path(folder).resolve())
         for number, target in enumerate(links):
-            target = target.replace("ROOT", str(scene.root)).replace("\0", "")
+            target = target.replace("ROOT", str(scene.root)).replace("\0", "") or "."
             (scene.root / f"l{number}").symlink_to(target)
             (scene.root / f"sub/l{number}").symlink_to(target)
         for answer in attempts(scene, path.replace("ROOT", str(scene.root))):
             assert SECRET not in answer
             assert "secret.png" not in answer
+        scene.check()
+
+
+@pytest.mark.parametrize("path", ["swap/secret.txt", "sub/swap.txt"])
+def test_a_link_put_between_look_and_step_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The worst moment of all, made to happen: right after a name was seen to be no link."""
+    monkeypatch.setattr(beneath, "has_open_beneath", lambda descriptor: False)
+    scene = Scene(tmp_path)
+    read_link = beneath._read_link
+
+    def swap_then(name: str, directory: int) -> str | None:
+        target = read_link(name, directory)
+        if name.startswith("swap") and target is None:
+            os.rename(name, f".{name}", src_dir_fd=directory, dst_dir_fd=directory)
+            outside = scene.outside if name == "swap" else scene.outside / "secret.txt"
+            os.symlink(outside, name, dir_fd=directory)
+        return target
+
+    monkeypatch.setattr(beneath, "_read_link", swap_then)
+    for tool, arguments in (
+        ("read", {}),
+        ("edit", {"old": "secret", "new": "x"}),
+        ("write", {"content": "x"}),
+        ("grep", {"pattern": "."}),
+    ):
+        for name in ("swap", "sub/swap.txt", ".swap", "sub/.swap.txt"):
+            with suppress(FileNotFoundError):
+                (scene.root / name).rename(tmp_path / "root" / f".old{random.random()}")
+        (scene.root / "swap").mkdir()
+        (scene.root / "swap/secret.txt").write_text("decoy")
+        (scene.root / "sub/swap.txt").write_text("decoy")
+        try:
+            answer = scene.call(tool, path=path, **arguments)
+        except m3.ToolError as error:
+            answer = str(error)
+        assert SECRET not in answer
         scene.check()
 
 

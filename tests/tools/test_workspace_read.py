@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import os
 import shutil
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +177,42 @@ def test_a_pattern_that_runs_for_ever_is_ended(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "f").write_text("a" * 60)
     with pytest.raises(m3.ToolError, match="Use a simpler pattern"):
         call(tmp_path, "grep", pattern="(a+)+$b")
+
+
+def test_a_search_ends_when_its_run_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search.shutil, "which", lambda name: None)
+    (tmp_path / "f").write_text("a" * 60)
+    context = m3.Context("grep", "1")
+    threading.Timer(0.3, context.cancel).start()
+    with pytest.raises(m3.ToolError, match="was cancelled"):
+        {tool.name: tool for tool in m3.tools.workspace(tmp_path)}["grep"]("(a+)+$b", context)
+
+
+def test_no_descriptor_is_left_open(tree: Path, engine: str) -> None:
+    tools = {tool.name: tool for tool in m3.tools.workspace(tree)}
+    (tree / "link").symlink_to("src/deep/../c.py")
+    (tree / "out").symlink_to("/")
+    calls: list[tuple[str, dict[str, Any]]] = [
+        *[("read", {"path": path}) for path in ("link", "out/etc", "src", "nothing/x", "src/../a.py", "src/../..")],
+        *[("grep", {"pattern": pattern}) for pattern in ("name", "(")],
+        ("glob", {"pattern": "*.py"}),
+        ("list", {}),
+        ("edit", {"path": "link", "old": "first", "new": "1st"}),
+        ("edit", {"path": "link", "old": "first", "new": "1st"}),
+        ("write", {"path": "a/b/c", "content": ""}),
+        ("diff", {}),
+        ("undo", {"path": "link"}),
+    ]
+    before = len(os.listdir("/dev/fd"))
+    for tool, arguments in calls:
+        with suppress(m3.ToolError):
+            args, kwargs = tools[tool].bind(arguments, m3.Context(tool, "call_1"))
+            tools[tool](*args, **kwargs)
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before
+    del tools
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before - 1  # the root's own
 
 
 @pytest.mark.anyio

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from m3agent.errors import ToolError
 from m3agent.tools.workspace.encoding import decode
 from m3agent.tools.workspace.lines import split_lines
+from m3agent.tools.workspace.shown import printable
 
 MAX_STEPS = 20  # changes of one file that can be undone; its first bytes are kept in any case
 
@@ -60,7 +61,8 @@ def unified_diff(path: str, before: bytes | None, after: bytes | None) -> str:
     if before == after:
         return ""
     old, new = _lines(before), _lines(after)
-    names = (path if before is not None else "/dev/null", path if after is not None else "/dev/null")
+    name = printable(path)
+    names = (name if before is not None else "/dev/null", name if after is not None else "/dev/null")
     if old is None or new is None:
         return f"--- {names[0]}\n+++ {names[1]}\n(binary)\n"
     text = "\n".join(line.rstrip("\n") for line in difflib.unified_diff(old, new, *names, lineterm=""))

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left
 from difflib import SequenceMatcher
 
-_COMPARED = 4_000_000  # pairs of lines that are compared to keep endings; beyond, lines are paired by position
+_COMPARED = 250_000  # pairs of lines that are compared to keep endings; beyond, lines are paired by position
 
 
 def split_lines(text: str) -> list[str]:
@@ -23,15 +23,15 @@ def plain(part: str, text: str) -> str:
     return part.replace("\r\n", "\n") if "\n" in text else re.sub("\r\n?", "\n", part)
 
 
-def matches(text: str, old: str) -> list[tuple[int, int]]:
-    """Every (start, end) in `text` where `old` stands, overlapping ones too, endings taken as equal."""
+def matches(text: str, old: str, most: int = 10) -> list[tuple[int, int]]:
+    """The first (start, end) in `text` where `old` stands, overlapping ones too, endings taken as equal."""
     wanted, within = plain(old, text), plain(text, text)
     shortened: list[int] = []  # places in `within` of the endings that are two characters in `text`
     if len(within) != len(text):
         shortened = [match.start() - index for index, match in enumerate(re.finditer("\r\n", text))]
     found: list[tuple[int, int]] = []
     start = within.find(wanted)
-    while start >= 0 and wanted:
+    while start >= 0 and wanted and len(found) < most:
         end = start + len(wanted)
         found.append((start + bisect_left(shortened, start), end + bisect_left(shortened, end)))
         start = within.find(wanted, start + 1)

@@ -153,9 +153,8 @@ class Writer:
                 text = replace(old.text, 0, len(old.text), content) if old.text else content
                 data = _encoded(path, old, text)
             self._save(place, before, data)
-            return (
-                f"{'Wrote' if before else 'Created'} {place.path}: {len(split_lines(content))} lines.{_links(before)}"
-            )
+            verb = "Wrote" if before else "Created"
+            return f"{verb} {printable(place.path)}: {len(split_lines(content))} lines.{_links(before)}"
 
     def edit(self, path: str, old: str, new: str) -> str:
         """Replace one piece of text in a file.
@@ -179,7 +178,7 @@ class Writer:
                 at.append(plain(changed[:start], changed).count("\n") + 1)
                 changed = replace(changed, start, end, edit.new)
             self._save(place, before, _encoded(path, text, changed))
-            return f"Edited {place.path} at line {', '.join(map(str, at))}.{_links(before)}"
+            return f"Edited {printable(place.path)} at line {', '.join(map(str, at))}.{_links(before)}"
 
     def insert(self, path: str, after: int, text: str) -> str:
         """Insert lines into a file.
@@ -195,7 +194,8 @@ class Writer:
                 raise ToolError(f"{path!r} has {count} lines; after={after} is none of -1 to {count}.")
             after = count if after == -1 else after
             self._save(place, before, _encoded(path, old, insert(old.text, after, text)))
-            return f"Inserted {len(split_lines(text))} lines into {place.path} after line {after}.{_links(before)}"
+            name, number = printable(place.path), len(split_lines(text))
+            return f"Inserted {number} lines into {name} after line {after}.{_links(before)}"
 
     def diff(self, path: str = ".") -> str:
         """Show what these tools changed so far, in one file or in all files of a directory."""
@@ -212,10 +212,10 @@ class Writer:
             data = self._history.previous(place.path, before.data if before else None)
             if data is None and before is not None:
                 remove(place, before)
-                answer = f"Undone: {place.path} did not exist before and is gone again."
+                answer = f"Undone: {printable(place.path)} did not exist before and is gone again."
             else:
                 save(place, data or b"", before)
-                answer = f"Undone: {place.path} is as it was before the last change."
+                answer = f"Undone: {printable(place.path)} is as it was before the last change."
             self._history.undone(place.path)
             return answer
 
@@ -240,7 +240,7 @@ class Writer:
         except FileNotFoundError:
             now = None
         except (OSError, ToolError):
-            return f"--- {path}\n+++ {path}\n(cannot be read now)\n"
+            return f"--- {printable(path)}\n+++ {printable(path)}\n(cannot be read now)\n"
         return unified_diff(path, self._history.original(path), now)
 
 
@@ -292,14 +292,15 @@ def _only_match(path: str, text: str, edit: Edit, label: str) -> tuple[int, int]
     found = matches(text, edit.old)
     if not found:
         raise ToolError(
-            f"{label}'old' does not occur in {path!r} (0 matches). Read the file and copy the text exactly. "
-            "Nothing was changed."
+            f"{label}'old' does not occur in {path!r} (0 matches). Read the file and copy the text exactly, without "
+            "line numbers. Nothing was changed."
         )
     if len(found) > 1:
-        lines = [plain(text[:start], text).count("\n") + 1 for start, _ in found[:10]]
+        count = max(len(found), plain(text, text).count(plain(edit.old, text)))
+        lines = ", ".join(str(plain(text[:start], text).count("\n") + 1) for start, _ in found)
         raise ToolError(
-            f"{label}'old' occurs {len(found)} times in {path!r} (lines {', '.join(map(str, lines))}); it has to occur "
-            "once. Give more of the text around it. Nothing was changed."
+            f"{label}'old' occurs {count} times in {path!r} (lines {lines}{', …' if count > len(found) else ''}); it "
+            "has to occur once. Give more of the text around it. Nothing was changed."
         )
     return found[0]
 
