@@ -22,6 +22,7 @@ ROWS = [
     ["stream"],
     ["turn"],
     ["history"],
+    ["options"],
     ["events"],
     ["tools"],
     ["content"],

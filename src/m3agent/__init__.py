@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         TurnFinished,
     )
     from m3agent.media import Image, Video
+    from m3agent.options import RunOptions
     from m3agent.runtime import Runtime, Sampling, Usage
     from m3agent.session import Session
     from m3agent.stream import RunStream
@@ -91,6 +92,7 @@ _MODULES = {
         "TurnFinished",
     ),
     "m3agent.media": ("Image", "Video"),
+    "m3agent.options": ("RunOptions",),
     "m3agent.runtime": ("Runtime", "Sampling", "Usage"),
     "m3agent.session": ("Session",),
     "m3agent.stream": ("RunStream",),
@@ -119,6 +121,7 @@ __all__ = [
     "NumericalError",
     "RenderError",
     "Reply",
+    "RunOptions",
     "RunStream",
     "Runtime",
     "RuntimeClosed",

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable
 from collections.abc import Sequence as Items
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import anyio
 
@@ -15,6 +15,7 @@ from m3agent.content import Content, Message
 from m3agent.errors import RuntimeClosed
 from m3agent.events import Reply
 from m3agent.history import History
+from m3agent.options import RunOptions
 from m3agent.session import Session, named_tools, run_sync
 from m3agent.tools import Tool
 
@@ -80,29 +81,18 @@ class Agent:
         runtime = self.runtime
         thinking = self.thinking or runtime.defaults.thinking_mode or "adaptive"
         history = History(runtime, self.instructions, thinking, self._tools, messages)
-        return Session(history, self._sampling or runtime.defaults.sampling(), self.max_turns)
+        sampling = self._sampling or runtime.defaults.sampling()
+        return Session(history, RunOptions(max_turns=self.max_turns, sampling=sampling))
 
-    async def run(
-        self,
-        *parts: Content,
-        max_turns: int | None = None,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> Reply:
+    async def run(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
         """One run in a session of its own, as `Session.run`."""
         if inspect.isawaitable(self._runtime):
             async with self._opening:  # runs that begin together share one
                 if inspect.isawaitable(self._runtime):
                     self._runtime = await self._runtime
         async with self.session() as session:
-            return await session.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling)
+            return await session.run(*parts, **options)
 
-    def run_sync(
-        self,
-        *parts: Content,
-        max_turns: int | None = None,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> Reply:
+    def run_sync(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
         """`run` for scripts, without an event loop. Raises RuntimeError inside one."""
-        return run_sync(lambda: self.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling))
+        return run_sync(lambda: self.run(*parts, **options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, Unpack
 
 import anyio
 
@@ -13,11 +13,9 @@ from m3agent.content import Content, Message
 from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
 from m3agent.events import Reply
 from m3agent.history import History
-from m3agent.stream import Busy, Limits, RunStream
+from m3agent.options import RunOptions, merged
+from m3agent.stream import Busy, RunStream
 from m3agent.tools import Tool
-
-if TYPE_CHECKING:
-    from m3agent.runtime import Sampling
 
 
 class Session:
@@ -27,10 +25,9 @@ class Session:
     last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0).
     """
 
-    def __init__(self, history: History, sampling: Sampling, max_turns: int) -> None:
+    def __init__(self, history: History, defaults: RunOptions) -> None:
         self._history = history
-        self._sampling = sampling
-        self._max_turns = max_turns
+        self._defaults = defaults
         self._busy = Busy()
 
     @property
@@ -47,48 +44,27 @@ class Session:
     def tools(self) -> list[Tool[..., Any]]:
         return list(self._history.tools.values())
 
-    async def run(
-        self,
-        *parts: Content,
-        max_turns: int | None = None,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> Reply:
+    async def run(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
         """Say something and let the model answer, calls of tools included, until a turn without calls.
 
         parts: texts, pictures, films, in their order; none lets the model go on from results that it has not seen.
-        max_turns: the limit on model turns (the agent's own by default). max_tokens: the limit on generated tokens over
-        all turns. A limit that is reached is no error: `reply.stop` says so, and the session can go on.
+        options: see `RunOptions`.
         Raises MediaError for a picture that cannot be used (nothing was added then), ConversationError,
         ContextOverflow, ValueError for a stop token outside the vocabulary (the same holds), SessionBusy,
-        RuntimeClosed, NumericalError. When cancelled, the session keeps what was
-        generated and can go on.
+        RuntimeClosed, NumericalError. When cancelled, the session keeps what was generated and can go on.
         """
-        async with self.stream(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling) as events:
+        async with self.stream(*parts, **options) as events:
             async for _ in events:
                 pass
             return events.reply
 
-    def stream(
-        self,
-        *parts: Content,
-        max_turns: int | None = None,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> RunStream:
+    def stream(self, *parts: Content, **options: Unpack[RunOptions]) -> RunStream:
         """The same run as events: `async with session.stream(…) as events: async for event in events: …`."""
-        limits = Limits(self._max_turns if max_turns is None else max_turns, max_tokens)
-        return RunStream(self._history, self._busy, parts, sampling or self._sampling, limits)
+        return RunStream(self._history, self._busy, parts, merged(self._defaults, options))
 
-    def run_sync(
-        self,
-        *parts: Content,
-        max_turns: int | None = None,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> Reply:
+    def run_sync(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
         """`run` for code without an event loop. Raises RuntimeError inside one."""
-        return run_sync(lambda: self.run(*parts, max_turns=max_turns, max_tokens=max_tokens, sampling=sampling))
+        return run_sync(lambda: self.run(*parts, **options))
 
     def add_tool(self, tool: Tool[..., Any]) -> None:
         """Give the model one more tool, before the first run only: tools stand at the front of the prompt.
@@ -112,7 +88,7 @@ class Session:
         """
         if self._busy.held:
             raise SessionBusy("a session cannot be forked during a run")
-        return Session(self._history.fork(), self._sampling, self._max_turns)
+        return Session(self._history.fork(), self._defaults)
 
     async def close(self) -> None:
         """Give the session's pages back. A run in progress ends with RuntimeClosed. As often as you like, from any

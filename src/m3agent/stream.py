@@ -21,29 +21,16 @@ from m3agent.content import Content, Message, ToolCall, ToolResult, content_part
 from m3agent.errors import MediaError, SessionBusy, ToolError
 from m3agent.events import Done, Event, Reply, Stop, ToolResultEvent, TurnFinished
 from m3agent.history import CANCELLED, Answer, History
+from m3agent.options import Limits, RunOptions
 from m3agent.tools import Context
 from m3agent.tools.arguments import clip
 from m3agent.tools.execute import GRACE, call_tool
 from m3agent.turn import TurnReader
 
 if TYPE_CHECKING:
-    from m3agent.runtime import Sampling, TokenStream, Usage
+    from m3agent.runtime import TokenStream, Usage
 
 PARALLEL_CALLS = 8
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one run: model turns, and generated tokens over all turns."""
-
-    turns: int
-    tokens: int | None
-
-    def __post_init__(self) -> None:
-        if self.turns < 1:
-            raise ValueError(f"max_turns must be at least 1, not {self.turns}")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.tokens}")
 
 
 class RunStream:
@@ -54,14 +41,15 @@ class RunStream:
     can go on. Without the block the same happens as soon as the stream is dropped.
     """
 
-    def __init__(
-        self, history: History, busy: Busy, parts: tuple[Content, ...], sampling: Sampling, limits: Limits
-    ) -> None:
+    def __init__(self, history: History, busy: Busy, parts: tuple[Content, ...], options: RunOptions) -> None:
+        sampling, turns = options.get("sampling"), options.get("max_turns")
+        assert sampling is not None
+        assert turns is not None
+        self._limits = Limits(turns, options.get("max_tokens"))
         self._history = history
         self._busy = busy
         self._parts = parts
         self._sampling = sampling
-        self._limits = limits
         self._events: deque[Event] = deque()
         # Functions of the class, not bound methods: those would be a cycle, and keep a dropped stream alive.
         self._step: Callable[[RunStream], Awaitable[None]] | None = RunStream._start

@@ -179,6 +179,14 @@ async def test_turns_end_in_a_limit_and_the_session_goes_on(runtime: ScriptedRun
         await session.run()
 
 
+async def test_an_option_that_does_not_exist_is_named(runtime: ScriptedRuntime) -> None:
+    session = agent(runtime.says("ok")).session()
+    for run in (session.run, session.stream, agent(runtime).run):
+        with pytest.raises(TypeError, match=r"no option 'max_turn', 'x'; there are: max_turns, max_tokens"):
+            await run("x", max_turn=1, x=2)  # pyright: ignore
+    assert (await session.run("x", max_turns=None, sampling=None)).text == "ok"
+
+
 async def test_tokens_are_limited_over_all_turns(runtime: ScriptedRuntime) -> None:
     first = block(call("add", a="1"))
     session = agent(runtime.says(first, "a long answer…", "Well."), add).session()
