@@ -31,7 +31,7 @@ ROWS = [
     ["media"],
     ["model"],
     ["kernels"],
-    ["json_file"],
+    ["json_file", "mailbox"],
     ["errors"],
 ]
 LEVEL = {name: len(ROWS) - row for row, names in enumerate(ROWS) for name in names}

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SessionBusy,
         ToolDefinitionError,
         ToolError,
+        ToolsetError,
         VideoError,
     )
     from m3agent.events import (
@@ -77,6 +78,7 @@ _MODULES = {
         "SessionBusy",
         "ToolDefinitionError",
         "ToolError",
+        "ToolsetError",
         "VideoError",
     ),
     "m3agent.events": (
@@ -138,6 +140,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "ToolResultEvent",
+    "ToolsetError",
     "TurnFinished",
     "Usage",
     "Video",

@@ -47,6 +47,10 @@ class ToolDefinitionError(M3Error):
     """A tool that cannot be declared; the message names the tool, its parameter and what to write instead."""
 
 
+class ToolsetError(M3Error):
+    """A toolset that cannot be had: an MCP server that does not start, a plugin that is missing or broken."""
+
+
 class ToolError(M3Error):
     """Raise it inside a tool to tell the model, in one short text, why the call failed."""
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from m3agent.mailbox import Mailbox
 from m3agent.runtime.features import MediaRun
 from m3agent.runtime.kv.table import BlockTable
-from m3agent.runtime.mailbox import Mailbox
 from m3agent.runtime.sampling import Sampling, generator
 from m3agent.runtime.usage import Usage
 

@@ -1,7 +1,7 @@
-"""From the worker thread to a task: a queue that any thread fills and one task at a time reads.
+"""From a thread to a task: a queue that any thread fills and one task at a time reads.
 
-The worker never waits for an event loop, and no loop is fixed beforehand: whoever reads says, each time it has to
-wait, which loop to wake. So a runtime that was opened under one loop serves another, asyncio or trio.
+The thread never waits for an event loop, and no loop is fixed beforehand: whoever reads says, each time it has to
+wait, which loop to wake. So what was opened under one loop serves another, asyncio or trio.
 """
 
 from __future__ import annotations
