@@ -16,7 +16,7 @@ import anyio.to_thread
 from m3agent import chat
 from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, markers
 from m3agent.chat.messages import Thinking
-from m3agent.content import Message, Text, ToolResult
+from m3agent.content import Message, Text, ToolCall, ToolResult
 from m3agent.errors import ContextOverflow, ConversationError, MediaError, RuntimeClosed, ToolError
 from m3agent.media import Image, Video
 from m3agent.tools import Tool
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from m3agent.runtime import Runtime, Sampling, Sequence, TokenStream
 
 CANCELLED = "cancelled"
+NOT_APPROVED = "not approved"
 REPLY_ROOM = 1024  # tokens at most that results leave for the reply to them, and an eighth of the context
 
 
@@ -53,8 +54,11 @@ class History:
         self.messages = _complete(messages)
         self.calls = sum(len(message.calls) for message in self.messages)  # so far; call ids count on
         self._instructions = instructions
+        # The results of the last turn, by call, which are not in the log yet. Those of `messages` are measured late.
+        self._waiting: dict[str, Answer | ToolResult] = {}
         self._restored = list(self.messages)  # rendered with the head, once
-        self._waiting: list[ChatMessage] = []  # results that are not in the log yet
+        if self._restored and self._restored[-1].role == "tool":
+            self._waiting = {result.call_id: result for result in self._restored.pop().results}
         self._sequence: Sequence | None = None  # from the first prompt on
         self._cut = False  # the log ends in a turn without its end token
         self._closed = False
@@ -72,12 +76,25 @@ class History:
     def definitions(self) -> list[dict[str, Any]]:
         return [tool.definition for tool in self.tools.values()]
 
-    async def send(self, message: Message | None = None) -> None:
+    @property
+    def pending(self) -> tuple[ToolCall, ...]:
+        """The calls of the last turn that have no result: they wait for approval."""
+        answered = {result.call_id for result in self.messages[-1].results} if self.messages else ()
+        return tuple(call for call in self._last_calls if call.id not in answered)
+
+    @property
+    def _last_calls(self) -> list[ToolCall]:
+        last = self.messages[-2:] if self.messages and self.messages[-1].role == "tool" else self.messages[-1:]
+        return last[0].calls if last else []
+
+    async def send(self, message: Message | None = None) -> list[ToolResult]:
         """Add a user's message, or nothing but the results that wait, and the opening of the model's next turn.
 
-        Raises MediaError, ConversationError (nothing to send), ContextOverflow, RuntimeClosed; then nothing was added.
+        Pending calls count as not approved; returned are their results. Raises MediaError, ConversationError (nothing
+        to send), ContextOverflow, RuntimeClosed; then nothing was added.
         """
-        prompt = await anyio.to_thread.run_sync(self._prompt, message)
+        refused = [self.error(call.id, NOT_APPROVED) for call in self.pending]
+        prompt = await anyio.to_thread.run_sync(self._prompt, message, refused)
         if self._closed:
             raise RuntimeClosed("the session is closed")
         sequence = self.runtime.sequence() if self._sequence is None else self._sequence
@@ -87,9 +104,11 @@ class History:
         # Nothing below waits: message and tokens enter together.
         sequence.append(prompt.ids, prompt.media)
         self._sequence = sequence
-        self._waiting, self._restored, self._cut = [], [], True
+        self._enter(refused)
+        self._waiting, self._restored, self._cut = {}, [], True
         if message is not None:
             self.messages.append(message)
+        return [answer.result for answer in refused]
 
     def generate(self, sampling: Sampling) -> TokenStream:
         assert self._sequence is not None
@@ -112,12 +131,13 @@ class History:
         return self._measured(error_result(call_id, text))
 
     def add_results(self, answers: Items[Answer]) -> list[ToolResult]:
-        """The results of the last turn's calls, in call order; they go into the log with the next `send`.
+        """Results of the last turn's calls, in call order, of all or some; they go into the log with the next `send`.
 
         One that would not fit there becomes an error that says so; the results are returned as they were added.
         """
         room = self._room()
         short = self.error("", _too_long(f"{room}", room)).tokens
+        room -= short * (len(self.pending) - len(answers))
         later = sum(min(answer.tokens, short) for answer in answers)
         added: list[Answer] = []
         for answer in answers:
@@ -126,14 +146,25 @@ class History:
                 answer = self.error(answer.result.call_id, _too_long(f"{answer.tokens}", room - later))
             room -= answer.tokens
             added.append(answer)
-        self.messages.append(Message(role="tool", parts=tuple(answer.result for answer in added)))
-        self._waiting += [answer.message for answer in added]
+        self._enter(added)
         return [answer.result for answer in added]
+
+    def _enter(self, answers: Items[Answer]) -> None:
+        """One message has all results of a turn, so it is replaced when further ones come."""
+        if not answers:
+            return
+        calls = self._last_calls
+        if self.messages[-1].role == "tool":
+            self.messages.pop()
+        self._waiting |= {answer.result.call_id: answer for answer in answers}
+        found = [self._waiting[call.id] for call in calls if call.id in self._waiting]
+        results = tuple(part.result if isinstance(part, Answer) else part for part in found)
+        self.messages.append(Message(role="tool", parts=results))
 
     def fork(self) -> History:
         other = History(self.runtime, self._instructions, self.thinking, self.tools.values())
         other.messages, other.calls = list(self.messages), self.calls
-        other._restored, other._waiting = list(self._restored), list(self._waiting)
+        other._restored, other._waiting = list(self._restored), dict(self._waiting)
         other._cut, other._closed = self._cut, self._closed
         other._sequence = None if self._sequence is None else self._sequence.fork()
         return other
@@ -143,16 +174,20 @@ class History:
         if self._sequence is not None:
             self._sequence.close()
 
-    def _prompt(self, message: Message | None) -> Prompt:
+    def _prompt(self, message: Message | None, refused: Items[Answer]) -> Prompt:
         """Runs in a thread and changes nothing."""
-        if message is None and not self._waiting:
+        waiting = self._waiting | {answer.result.call_id: answer for answer in refused}
+        if message is None and not waiting:
             raise ConversationError("there is nothing to answer: pass a text or a picture")
-        added = [*self._waiting, *(_chat([message], self.runtime.pixels) if message is not None else [])]
+        spec = self.runtime.pixels
+        answers = [waiting[call.id] for call in self._last_calls if call.id in waiting]
+        added = [part.message if isinstance(part, Answer) else _result_message(part, spec) for part in answers]
+        added += _chat([message], spec) if message is not None else []
         if self._sequence is not None:
             segments = self.runtime.chat_format.render_next(added, self.thinking, after_cut=self._cut)
         else:
             head = [ChatMessage("developer", [self._instructions])] if self._instructions else []
-            restored = _chat(self._restored, self.runtime.pixels)
+            restored = _chat(self._restored, spec)
             segments = self.runtime.chat_format.render([*head, *restored, *added], self.definitions, self.thinking)
         texts = "".join(segment.text for segment in segments if isinstance(segment, chat.Text))
         limit = self.runtime.context_length
@@ -180,6 +215,7 @@ class History:
         """Tokens that results may take; it is below 0 when not even the reply has the room that it should have."""
         limit = self.runtime.context_length
         used = 0 if self._sequence is None else len(self._sequence)
+        used += sum(answer.tokens for answer in self._waiting.values() if isinstance(answer, Answer))
         return limit - used - self._tokens([]) - min(REPLY_ROOM, limit // 8)
 
 
@@ -231,15 +267,15 @@ def _media_part(media: Image | Video, spec: PixelSpec | None) -> MediaPart:
 
 
 def _complete(messages: Items[Message]) -> list[Message]:
-    """Messages to start from, checked. Calls at their end without results, as after a crash, count as cancelled."""
+    """Messages to start from, checked. Calls at their end may lack results: they are pending."""
     checked = list(messages)
-    if checked and checked[-1].calls:
-        lost = tuple(error_result(call.id, CANCELLED) for call in checked[-1].calls)
-        checked.append(Message(role="tool", parts=lost))
     called: list[str] = []
-    for message in checked:
+    for index, message in enumerate(checked):
         answered = [result.call_id for result in message.results]
-        if answered != called:
+        last = index == len(checked) - 1
+        if answered != ([call for call in called if call in answered] if last and message.role == "tool" else called):
             raise ConversationError(f"the calls {called} need results in this order, the messages have {answered}")
         called = [call.id for call in message.calls]
+        if len(set(called)) < len(called):
+            raise ConversationError(f"the calls of one turn need ids that differ, not {called}")
     return checked

@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 
 import anyio
 
-from m3agent.content import Content, Message
+from m3agent.content import Content, Message, ToolCall
 from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
 from m3agent.events import Reply
 from m3agent.history import History
@@ -34,6 +34,11 @@ class Session:
     def messages(self) -> list[Message]:
         """The conversation as plain data; `m3agent.dump_messages` writes it as JSON."""
         return list(self._history.messages)
+
+    @property
+    def pending(self) -> tuple[ToolCall, ...]:
+        """The calls that wait for approval, in call order; a message of the user answers them "not approved"."""
+        return () if self._busy.held else self._history.pending
 
     @property
     def tokens(self) -> list[int]:

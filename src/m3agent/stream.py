@@ -8,7 +8,7 @@ abandoned at any point, and may be read and closed by different tasks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -55,6 +55,7 @@ class RunStream:
         self._step: Callable[[RunStream], Awaitable[None]] | None = RunStream._start
         self._running: _Running | None = None  # while a step is on its way
         self._holds = False  # the session is ours
+        self._began = False  # something was added to it; calls without results are this run's
         self._turn: TurnReader | None = None  # while one is being generated
         self._tokens: TokenStream | None = None
         self._exit = AsyncExitStack()
@@ -134,8 +135,8 @@ class RunStream:
             turn, self._turn = self._turn, None
             turn.finish()
             self._history.end_turn(turn.message())
-        if self._history.messages:
-            self._answer_all(self._history.messages[-1].calls, CANCELLED)
+        if self._began:
+            self._answer_all(self._history.pending, CANCELLED)
         self._release()
 
     # The steps -------------------------------------------------------------------------------------------------
@@ -150,7 +151,9 @@ class RunStream:
         await self._send(Message(role="user", parts=parts) if parts else None)
 
     async def _send(self, message: Message | None) -> None:
-        await self._history.send(message)
+        refused = await self._history.send(message)
+        self._events.extend(ToolResultEvent(result) for result in refused)
+        self._began = True
         self._turn = TurnReader(self._history)
         self._step = RunStream._open_turn
 
@@ -241,7 +244,7 @@ class RunStream:
         except (ToolError, MediaError) as error:
             return self._history.error(call.id, clip(str(error)))
 
-    def _answer_all(self, calls: list[ToolCall], text: str) -> None:
+    def _answer_all(self, calls: Sequence[ToolCall], text: str) -> None:
         if calls:
             self._add([self._history.error(call.id, text) for call in calls])
 

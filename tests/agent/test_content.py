@@ -95,7 +95,7 @@ async def test_a_session_from_messages_has_the_same_prompt(runtime: ScriptedRunt
 
 
 @pytest.mark.anyio
-async def test_calls_that_a_crash_left_open_count_as_cancelled(runtime: ScriptedRuntime) -> None:
+async def test_calls_that_a_crash_left_open_are_pending(runtime: ScriptedRuntime) -> None:
     session = agent(runtime.says(block(call("look", n="1"))), look).session()
     async with session.stream("Look") as events:
         async for event in events:
@@ -103,8 +103,10 @@ async def test_calls_that_a_crash_left_open_count_as_cancelled(runtime: Scripted
                 saved = m3.dump_messages(session.messages)
                 break
     again = agent(runtime.says("ok"), look).session(m3.load_messages(saved))
+    assert [call.name for call in again.pending] == ["look"]
     await again.run("Go on")
-    assert again.messages[2].results[0].text == "cancelled"
+    assert again.messages[2].results[0].text == "not approved"
+    assert again.pending == ()
     check_log(runtime, again)
 
 
@@ -116,3 +118,42 @@ def test_results_must_follow_their_calls(tokenizer: Tokenizer) -> None:
     ]
     with pytest.raises(m3.ConversationError, match="need results in this order"):
         agent(ScriptedRuntime(tokenizer), look).session(wrong)
+    twice = [m3.Message(role="assistant", parts=(call_, call_))]
+    with pytest.raises(m3.ConversationError, match="ids that differ"):
+        agent(ScriptedRuntime(tokenizer), look).session(twice)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("answered", [(), ("a",), ("b",), ("a", "c")])
+async def test_pending_calls_are_kept_and_answered_in_call_order(
+    runtime: ScriptedRuntime, answered: tuple[str, ...]
+) -> None:
+    calls = tuple(m3.ToolCall(id=id_, name="look", arguments={"n": 1}) for id_ in "abc")
+    results = tuple(m3.ToolResult(call_id=id_, parts=(m3.Text(text=f"seen {id_}"), IMAGE)) for id_ in answered)
+    saved = [m3.Message(role="user", parts=(m3.Text(text="x"),)), m3.Message(role="assistant", parts=calls)]
+    saved += [m3.Message(role="tool", parts=results)] if results else []
+    session = agent(runtime.says("ok"), look).session(m3.load_messages(m3.dump_messages(saved)))
+    assert session.messages == saved
+    assert [call.id for call in session.pending] == [id_ for id_ in "abc" if id_ not in answered]
+    forked = session.fork()
+    runtime.context_length = 10
+    with pytest.raises(m3.ContextOverflow):
+        await session.run("Go on")
+    assert session.messages == saved
+    runtime.context_length = 100_000
+    await session.run("Go on")
+    texts = [f"seen {id_}" if id_ in answered else "not approved" for id_ in "abc"]
+    assert [result.text for result in session.messages[2].results] == texts
+    assert len(forked.pending) == 3 - len(answered)
+    check_log(runtime, session)
+
+
+@pytest.mark.anyio
+async def test_a_session_from_messages_goes_on_from_results(runtime: ScriptedRuntime) -> None:
+    first = agent(runtime.says(block(call("look", n="1"))), look).session()
+    await first.run("x", max_turns=1)
+    second = agent(runtime, look).session(m3.load_messages(m3.dump_messages(first.messages)))
+    for session in (first, second):
+        runtime.says("ok")
+        assert (await session.run()).text == "ok"
+    assert first.tokens == second.tokens
