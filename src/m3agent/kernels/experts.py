@@ -25,6 +25,11 @@ def routed_experts(
     x: [n, hidden]; chosen: [n, k] expert ids; weights: [n, k] float32; gate_up: [experts, 2 · inner, hidden];
     down: [experts, hidden, inner]. Returns [n, hidden].
     """
+    if x.is_cuda:
+        from m3agent.kernels import experts_triton  # torch brings Triton along where it finds GPUs
+
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and experts_triton.supports(x, gate_up, down):
+            return experts_triton.routed_experts(x, chosen, weights, gate_up, down, alpha, limit)
     n, k = chosen.shape
     if n == 1:
         return _one_token(x, chosen[0].tolist(), weights, gate_up, down, alpha, limit)
