@@ -73,7 +73,7 @@ def _plan(
 
 
 @triton.jit
-def _swiglu(gate, up, alpha, limit):
+def swiglu(gate, up, alpha, limit):
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
@@ -97,7 +97,7 @@ def _one_gate_up(
         row = tl.load(x + k + depth).to(tl.float32)[None, :]
         gate += tl.load(gates + k, eviction_policy="evict_first").to(tl.float32) * row
         up += tl.load(gates + INNER * H + k, eviction_policy="evict_first").to(tl.float32) * row
-    act = _swiglu(tl.sum(gate, 1), tl.sum(up, 1), alpha, limit)
+    act = swiglu(tl.sum(gate, 1), tl.sum(up, 1), alpha, limit)
     tl.store(hidden + place * INNER + columns, act.to(hidden.dtype.element_ty))
 
 
@@ -144,7 +144,7 @@ def _few_gate_up(
             right = tl.load(inputs + k)
             gate = tl.dot(tl.load(gates + k, eviction_policy="evict_first"), right, gate)
             up = tl.dot(tl.load(gates + INNER * H + k, eviction_policy="evict_first"), right, up)
-        act = _swiglu(gate, up, alpha, limit).to(hidden.dtype.element_ty)
+        act = swiglu(gate, up, alpha, limit).to(hidden.dtype.element_ty)
         tl.store(hidden + rows[None, :].to(tl.int64) * INNER + columns[:, None], act, mask=real[None, :])
 
 
@@ -205,7 +205,7 @@ def _many_gate_up(
             up = tl.dot(left, weight_rows.load([first + INNER, k]).T, up)
         rows = row + tl.arange(0, BM)
         columns = block * BN + tl.arange(0, BN)
-        act = _swiglu(gate, up, alpha, limit).to(hidden.dtype.element_ty)
+        act = swiglu(gate, up, alpha, limit).to(hidden.dtype.element_ty)
         tl.store(hidden + rows[:, None].to(tl.int64) * INNER + columns[None, :], act, mask=(rows < end)[:, None])
 
 
