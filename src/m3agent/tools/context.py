@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio.lowlevel
 
 
 class Context:
@@ -11,11 +15,32 @@ class Context:
     `tool` is the tool's name and `call_id` the id of the call in the session's messages.
     """
 
-    def __init__(self, tool: str, call_id: str) -> None:
+    def __init__(
+        self,
+        tool: str,
+        call_id: str,
+        *,
+        deps: Any = None,
+        session: Any = None,
+        on_progress: Callable[[Any], None] | None = None,
+    ) -> None:
         self.tool = tool
         self.call_id = call_id
+        self.deps = deps
+        self.session = session
         self.abandoned = False  # a synchronous tool that did not return in time after a cancellation
+        self._on_progress = on_progress
         self._cancelled = threading.Event()
+
+    def report(self, value: Any) -> None:
+        """Tell the run's readers how far the call is, from any thread."""
+        if self._on_progress is not None:
+            self._on_progress(value)
+
+    async def progress(self, value: Any) -> None:
+        """Tell the run's readers how far the call is."""
+        self.report(value)
+        await anyio.lowlevel.checkpoint()
 
     @property
     def cancelled(self) -> bool:

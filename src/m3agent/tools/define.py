@@ -13,6 +13,7 @@ from m3agent.errors import ToolDefinitionError
 from m3agent.tools.arguments import Arguments
 from m3agent.tools.context import Context
 from m3agent.tools.docs import read_doc
+from m3agent.tools.hand_written import JsonArguments, JsonSignature
 from m3agent.tools.results import check_return
 from m3agent.tools.signature import MISSING, Signature, read_signature
 
@@ -31,8 +32,13 @@ class Tool(Generic[P, R]):
     description: str
     parameters: dict[str, Any]
     function: Callable[P, R] = field(repr=False)
-    _signature: Signature = field(repr=False)
-    _arguments: Arguments = field(repr=False)
+    _signature: Signature | JsonSignature = field(repr=False)
+    _arguments: Arguments | JsonArguments = field(repr=False)
+    needs_approval: bool | Callable[..., Any] = field(default=False, repr=False)
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """JSON arguments → values in the declared types, by name. Raises ToolError with a text for the model."""
+        return self._arguments.validate(arguments)
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -43,6 +49,27 @@ class Tool(Generic[P, R]):
     def bind(self, arguments: Mapping[str, Any], context: Context) -> tuple[list[Any], dict[str, Any]]:
         """JSON arguments → (args, kwargs) in the declared types. Raises ToolError with a text for the model."""
         return self._signature.bind(self._arguments.validate(arguments), context)
+
+    @staticmethod
+    def from_schema(
+        name: str,
+        description: str,
+        schema: Mapping[str, Any],
+        function: Callable[..., Any],
+        *,
+        needs_approval: bool | Callable[..., Any] = False,
+    ) -> Tool[..., Any]:
+        """A tool from a hand-written JSON schema (2020-12) of its arguments, which is what the model is shown.
+
+        `function(arguments)`, or `function(arguments, context)` with the second one annotated `m3agent.Context`, gets
+        the validated JSON values as a dict; it may be asynchronous. Raises ToolDefinitionError.
+        """
+        arguments = JsonArguments(name, schema)
+        made = Tool(
+            name, description, arguments.schema, function, JsonSignature(function, name), arguments, needs_approval
+        )
+        check_tool_names(made.definition)
+        return made
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
