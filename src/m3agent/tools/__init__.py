@@ -13,6 +13,7 @@ from m3agent.tools.mcp import McpServer, mcp, mcp_app, serve_mcp
 from m3agent.tools.media import media
 from m3agent.tools.plugins import InstalledToolset, toolset, toolsets
 from m3agent.tools.python_tool import python
+from m3agent.tools.sandbox import Sandbox
 from m3agent.tools.shell_tool import shell
 from m3agent.tools.workspace import workspace
 
@@ -20,6 +21,7 @@ __all__ = [
     "Context",
     "InstalledToolset",
     "McpServer",
+    "Sandbox",
     "Tool",
     "mcp",
     "mcp_app",

@@ -32,6 +32,11 @@ class Spool:
         self._files: deque[Path] = deque()
         self._numbers = itertools.count(1)
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the files are, once there is one."""
+        return self._folder
+
     def open(self) -> BinaryIO:
         """A new file; the oldest beyond `FILES` is removed."""
         if self._folder is None or not self._folder.is_dir():

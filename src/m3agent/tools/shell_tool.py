@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from m3agent.errors import ToolError
+from m3agent.errors import ToolDefinitionError, ToolError
 from m3agent.tools import process
 from m3agent.tools.context import Context
 from m3agent.tools.define import Tool, tool
 from m3agent.tools.execute import in_thread
 from m3agent.tools.output import Output, Spool, clean
 from m3agent.tools.process import Job, Running
+from m3agent.tools.sandbox import Sandbox
 
 _LATE = 0.2  # seconds for what is printed just after the shell's own end, as by `> >(tee log)`
 _MAX_LISTED = 10
@@ -28,10 +29,12 @@ def shell(
     seconds: float = 120,
     env: Mapping[str, str] | None = None,
     keep_background: bool = False,
+    sandbox: Sandbox | None = None,
 ) -> list[Tool[..., Any]]:
     """One tool, `shell(command)`: runs a command in bash (else sh) and answers with its output and exit code.
 
-    It is not a sandbox: a command can do what this process's user can. It has no terminal and an empty standard input.
+    A command has no terminal and an empty standard input. It can do what this process's user can, unless `sandbox` says
+    otherwise.
 
     Args:
         root: the folder in which every command starts.
@@ -40,10 +43,16 @@ def shell(
         env: variables of the command, beside PATH, HOME, LANG, LC_*, TMPDIR, USER and SHELL; no others are inherited.
         keep_background: let processes live on that a command leaves behind, their output going on into a file;
             otherwise they are ended with the command. The model is told which they are.
+        sandbox: `m3agent.tools.Sandbox()` runs every command under bubblewrap: the root alone can be written, there is
+            no network, and nothing outlives the command, so that keep_background is refused.
 
-    Raises ToolDefinitionError when root is no folder or seconds is not above 0.
+    Raises ToolDefinitionError when root is no folder, seconds is not above 0, or the sandbox cannot be had.
     """
     folder = process.working_folder("shell", root, seconds)
+    if sandbox is not None:
+        if keep_background:
+            raise ToolDefinitionError("shell: nothing outlives a command in a sandbox; leave out keep_background")
+        sandbox.check(folder)
     variables = process.environment(env)
     spool = Spool()
     left_behind = "go on" if keep_background else "are ended with it"
@@ -54,7 +63,8 @@ def shell(
         stop = context or Context("shell", "")
         # In a thread: forking, waiting and reading block, and must not depend on how busy the event loop is.
         return await in_thread(
-            lambda: _run(command, folder, variables, seconds, keep_background, spool, lambda: stop.cancelled), stop
+            lambda: _run(command, folder, variables, seconds, keep_background, sandbox, spool, lambda: stop.cancelled),
+            stop,
         )
 
     return [
@@ -76,13 +86,15 @@ def _run(
     env: Mapping[str, str],
     seconds: float,
     keep: bool,
+    sandbox: Sandbox | None,
     spool: Spool,
     cancelled: Callable[[], bool],
 ) -> str:
     bash = shutil.which("bash", path=env.get("PATH")) or "/bin/sh"
     output = Output(spool)
+    argv = [bash, "-c", command]
     try:
-        job = process.start([bash, "-c", command], folder, env)
+        job = process.start(argv if sandbox is None else sandbox.command(argv, folder, spool.folder), folder, env)
     except (OSError, ValueError) as error:
         raise ToolError(
             f"The command could not be started ({error}). Put a long one into a file and run that."
