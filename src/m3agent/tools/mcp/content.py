@@ -19,7 +19,7 @@ from mcp.types import (
     TextContent,
 )
 
-from m3agent.errors import MediaError
+from m3agent.errors import MediaError, MissingDependency
 from m3agent.media import Image, Video, sniff
 from m3agent.media.films import ANIMATIONS, CONTAINERS
 from m3agent.media.image import DECODERS
@@ -86,7 +86,7 @@ def _media(data: str, mime_type: str, what: str) -> ResultPart:
             return Image(encoded).load()
         if kind in CONTAINERS or kind in ANIMATIONS:
             return Video(encoded).load()
-    except MediaError as error:
+    except (MediaError, MissingDependency) as error:
         return f"[{what} ({mime_type}) that cannot be shown: {error}]"
     return f"[{what} ({mime_type}, {kind}, {len(encoded)} bytes) that cannot be shown]"
 
