@@ -107,7 +107,11 @@ def _run(
             notes = [end]
         else:
             process.drain(job, output, _LATE)
-            notes = [_exit(job.process.returncode), *_background(job, output, keep)]
+            if sandbox is None:
+                notes = [_exit(job.process.returncode), *_background(job, output, keep)]
+            else:  # the rest of the namespace is dying already
+                process.kill(job, output, grace=0)
+                notes = [_exit(job.process.returncode)]
         process.drain(job, output, 0)
     except BaseException:
         process.kill(job, output, grace=0)
