@@ -23,6 +23,7 @@ from m3agent.tools.execute import call_tool
 from m3agent.tools.mcp import client as client_module
 from tests.agent.double import ScriptedRuntime, block, make_tokenizer
 from tests.agent.double import call as written_call
+from tests.tools.mcp_servers import header_server
 from tests.tools.processes import alive, children, eventually
 
 pytestmark = pytest.mark.anyio
@@ -123,27 +124,27 @@ async def cancellation(server: Any, folder: Path) -> None:
     await eventually((folder / "ended").exists)
 
 
-async def test_the_time_limit_reaches_the_server(tmp_path: Path) -> None:
-    async with m3.tools.mcp(*EVERYTHING, timeout=0.5, only=["wait"]) as server:
+async def test_the_time_limit_reaches_the_server(tmp_path: Path, address: str) -> None:
+    async with m3.tools.mcp(url=address, timeout=0.5, only=["wait"]) as server:
         with pytest.raises(m3.ToolError, match=r"0\.5"):
             await use(server, "wait", folder=str(tmp_path))
         # On a busy machine the call may be over before the tool began.
         await eventually(lambda: (tmp_path / "ended").exists() or not (tmp_path / "began").exists())
 
 
-async def test_tools_that_ask_first() -> None:
-    async with m3.tools.mcp(*EVERYTHING, only=["add", "die"], needs_approval=["die"]) as server:
+async def test_tools_that_ask_first(address: str) -> None:
+    async with m3.tools.mcp(url=address, only=["add", "die"], needs_approval=["die"]) as server:
         assert {tool.name: tool.needs_approval for tool in server} == {"add": False, "die": True}
     with pytest.raises(m3.ToolDefinitionError, match="has no tool 'kill'"):  # a slip must not leave it unasked
-        async with m3.tools.mcp(*EVERYTHING, needs_approval=["kill"]):
+        async with m3.tools.mcp(url=address, needs_approval=["kill"]):
             pass
 
 
-async def test_a_session_calls_them_and_sees_their_pictures(tmp_path: Path) -> None:
+async def test_a_session_calls_them_and_sees_their_pictures(tmp_path: Path, address: str) -> None:
     runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
         block(written_call("srv_add", a=20, b=22), written_call("srv_picture", colour="red")), "Both are there."
     )
-    async with m3.tools.mcp(*EVERYTHING, prefix="srv_", only=["add", "picture"]) as server:
+    async with m3.tools.mcp(url=address, prefix="srv_", only=["add", "picture"]) as server:
         session = m3.Agent(runtime, tools=[*server]).session()  # pyright: ignore[reportArgumentType]
         assert (await session.run("Add, and show red.")).text == "Both are there."
     added, shown = session.messages[2].results
@@ -151,8 +152,8 @@ async def test_a_session_calls_them_and_sees_their_pictures(tmp_path: Path) -> N
     assert [part.width for part in shown.parts if isinstance(part, m3.Image)] == [12]
 
 
-async def test_calls_run_side_by_side() -> None:
-    async with m3.tools.mcp(*EVERYTHING) as server:
+async def test_calls_run_side_by_side(address: str) -> None:
+    async with m3.tools.mcp(url=address) as server:
         answers: dict[int, Any] = {}
 
         async def one(number: int) -> None:
@@ -174,8 +175,6 @@ async def test_surroundings_of_a_program(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_headers_reach_an_http_server() -> None:
-    from tests.tools.mcp_servers import header_server
-
     async with header_server.serving() as (url, seen):
         async with m3.tools.mcp(url=url, headers={"Authorization": "Bearer abc"}) as server:
             assert [tool.name for tool in server] == ["hello"]
@@ -185,12 +184,12 @@ async def test_headers_reach_an_http_server() -> None:
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_names_are_chosen_and_prefixed() -> None:
-    async with m3.tools.mcp(*EVERYTHING, only=["add", "fail"], prefix="maths_") as server:
+async def test_names_are_chosen_and_prefixed(address: str) -> None:
+    async with m3.tools.mcp(url=address, only=["add", "fail"], prefix="maths_") as server:
         assert [tool.name for tool in server] == ["maths_add", "maths_fail"]
         assert await use(server, "maths_add", a=1) == ["2"]
     with pytest.raises(m3.ToolDefinitionError, match=r"has no tool 'sub'\. It has: add, count, die"):
-        async with m3.tools.mcp(*EVERYTHING, only=["sub"]):
+        async with m3.tools.mcp(url=address, only=["sub"]):
             pass
     with pytest.raises(ValueError, match=r"only= is a list of names: \['add'\]"):
         m3.tools.mcp("x", only="add")
@@ -230,7 +229,7 @@ async def test_a_server_killed_during_a_call(tmp_path: Path) -> None:
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(kill)
-                with pytest.raises(m3.ToolError, match=r"(?s)is gone: it ended during a call.*to standard error"):
+                with pytest.raises(m3.ToolError, match=r"(?s)is gone: it ended.*to standard error"):
                     await use(server, "wait", folder=str(tmp_path))
             with pytest.raises(m3.ToolError, match="is gone"):
                 await use(server, "add", a=1)
@@ -314,6 +313,10 @@ async def test_a_server_that_cannot_be_started() -> None:
     with pytest.raises(m3.ToolsetError, match="cannot be used"):
         async with m3.tools.mcp(url="http://127.0.0.1:9/mcp"):
             pass
+    async with header_server.serving() as (url, _):
+        with pytest.raises(m3.ToolsetError, match=r"(?s)cannot be used.*\nHTTP 404 Not Found"):
+            async with m3.tools.mcp(url=url + "/elsewhere"):
+                pass
 
 
 # Life ----------------------------------------------------------------------------------------------------------------
@@ -321,16 +324,16 @@ async def test_a_server_that_cannot_be_started() -> None:
 
 async def test_opened_in_one_task_and_closed_in_another() -> None:
     before = running()
-    first, second = m3.tools.mcp(*EVERYTHING, only=["add"]), m3.tools.mcp(*EVERYTHING, only=["add"])
+    first, second = m3.tools.mcp(*BY_HAND, "sound"), m3.tools.mcp(*BY_HAND, "sound")
     async with anyio.create_task_group() as group:
         group.start_soon(first.__aenter__)
         group.start_soon(second.__aenter__)
-    assert await use(first, "add", a=1) == ["2"]
+    assert await use(first, "good") == ["fine"]
     async with anyio.create_task_group() as group:
         group.start_soon(first.close)  # not the last one opened
-    assert await use(second, "add", a=1) == ["2"]
+    assert await use(second, "good") == ["fine"]
     with pytest.raises(m3.ToolError, match="is gone: it was closed"):
-        await use(first, "add", a=1)
+        await use(first, "good")
     await second.close()
     await second.close()
     assert running() == before

@@ -38,6 +38,8 @@ def answer(request: dict) -> None:
             sys.stdout.buffer.write(b'\xff\xfe\x00 not json\n{"jsonrpc": 7}\n[]\n')
             sys.stdout.buffer.flush()
             result = {"content": [{"type": "text", "text": "after the garbage"}]}
+        elif WRONG == "sound":
+            result = {"content": [{"type": "text", "text": "fine"}]}
         elif WRONG == "shape":
             result = {"content": "not a list"}
         elif WRONG == "silent":

@@ -268,11 +268,11 @@ class McpServer:
         if isinstance(error, CancelledError):  # not by us: the connection broke down around the call
             with anyio.move_on_after(2):  # its reason comes with its end
                 await wait(connection.closed)
-            connection.lost("it ended during a call")
+            connection.lost("it ended")
             return connection.gone()
         if isinstance(error, MCPError):
             if error.code == CONNECTION_CLOSED:
-                connection.lost("it ended during a call")
+                connection.lost("it ended")
                 return connection.gone()
             return ToolError(error.message)
         if isinstance(error, ValidationError | RuntimeError):

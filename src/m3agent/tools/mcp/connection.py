@@ -23,13 +23,14 @@ from anyio.from_thread import BlockingPortal
 
 from m3agent.errors import ToolError
 from m3agent.mailbox import Mailbox
+from m3agent.tools.arguments import clip
 
 if TYPE_CHECKING:
     from mcp import Client
 
 
 Result = TypeVar("Result")
-_LINES = 10  # of a program's standard error that are kept for error messages
+_LINES = 5  # of what a server said last, for error messages
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        return self.url or " ".join(self.command)
+        return clip(self.url or " ".join(self.command), 100)
 
 
 class Gone(ToolError):
@@ -105,8 +106,8 @@ class Connection:
         return Gone(f"MCP server {self._target.name!r} is gone: {why}." + (f" Its last output:{said}" if said else ""))
 
     def said(self) -> list[str]:
-        """The last lines of the program's standard error."""
-        return list(self._errors)
+        """The last lines of a program's standard error; of HTTP, the last answers that were errors."""
+        return [clip(line, 200) for line in list(self._errors)]  # copied: another thread adds to it
 
     def _run(self) -> None:
         problem: BaseException | None = None

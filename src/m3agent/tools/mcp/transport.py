@@ -31,12 +31,24 @@ _log = logging.getLogger("m3agent.tools.mcp")
 async def open_client(target: Target, errors: deque[str], refused: dict[str, str]) -> AsyncGenerator[Client]:
     """A client after its handshake.
 
-    The last lines of a program's standard error are kept in `errors`. Tools that a listing describes in a way that the
-    protocol does not allow are taken out of it, and put into `refused` with the reason.
+    The last lines of a program's standard error, and HTTP answers that are errors, are kept in `errors`. Tools that a
+    listing describes in a way that the protocol does not allow are taken out of it, into `refused` with the reason.
     """
     async with AsyncExitStack() as stack:
         if target.url is not None:
             http = await stack.enter_async_context(create_mcp_http_client(headers=dict(target.headers or {})))
+            http.timeout = (
+                30.0,
+                None,
+                30.0,
+                30.0,
+            )  # connect, read, write, pool; a call has its own limit
+
+            async def note(response: Any) -> None:
+                if response.status_code >= 400:
+                    errors.append(f"HTTP {response.status_code} {response.reason_phrase}".rstrip())
+
+            http.event_hooks = {"response": [note]}
             streams = streamable_http_client(target.url, http_client=http)
         else:
             streams = _program(target, errors)
