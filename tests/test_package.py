@@ -20,9 +20,12 @@ ROWS = [
     ["agent"],
     ["session"],
     ["stream"],
+    ["calls"],
     ["turn"],
     ["history"],
     ["options"],
+    ["approval", "limits"],
+    ["hooks"],
     ["events"],
     ["tools"],
     ["content"],
@@ -31,7 +34,7 @@ ROWS = [
     ["media"],
     ["model"],
     ["kernels"],
-    ["json_file", "mailbox"],
+    ["background", "json_file", "mailbox"],
     ["errors"],
 ]
 LEVEL = {name: len(ROWS) - row for row, names in enumerate(ROWS) for name in names}

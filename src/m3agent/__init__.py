@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         VideoError,
     )
     from m3agent.events import (
+        ApprovalNeeded,
         CallArguments,
         CallFinished,
         CallStarted,
@@ -50,9 +51,13 @@ if TYPE_CHECKING:
         Reply,
         TextDelta,
         ThinkingDelta,
+        ToolFinished,
+        ToolProgress,
         ToolResultEvent,
         TurnFinished,
     )
+    from m3agent.hooks import Hooks
+    from m3agent.limits import Price
     from m3agent.media import Image, Video
     from m3agent.options import RunOptions
     from m3agent.runtime import Runtime, Sampling, Usage
@@ -82,6 +87,7 @@ _MODULES = {
         "VideoError",
     ),
     "m3agent.events": (
+        "ApprovalNeeded",
         "CallArguments",
         "CallFinished",
         "CallStarted",
@@ -90,9 +96,13 @@ _MODULES = {
         "Reply",
         "TextDelta",
         "ThinkingDelta",
+        "ToolFinished",
+        "ToolProgress",
         "ToolResultEvent",
         "TurnFinished",
     ),
+    "m3agent.hooks": ("Hooks",),
+    "m3agent.limits": ("Price",),
     "m3agent.media": ("Image", "Video"),
     "m3agent.options": ("RunOptions",),
     "m3agent.runtime": ("Runtime", "Sampling", "Usage"),
@@ -104,6 +114,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Agent",
+    "ApprovalNeeded",
     "CallArguments",
     "CallFinished",
     "CallStarted",
@@ -114,6 +125,7 @@ __all__ = [
     "ConversationError",
     "Done",
     "Event",
+    "Hooks",
     "Image",
     "ImageError",
     "M3Error",
@@ -121,6 +133,7 @@ __all__ = [
     "Message",
     "MissingDependency",
     "NumericalError",
+    "Price",
     "RenderError",
     "Reply",
     "RunOptions",
@@ -138,6 +151,8 @@ __all__ = [
     "ToolCall",
     "ToolDefinitionError",
     "ToolError",
+    "ToolFinished",
+    "ToolProgress",
     "ToolResult",
     "ToolResultEvent",
     "ToolsetError",

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import anyio
 
+from m3agent.approval import Approve
 from m3agent.chat.messages import THINKING_MODES, Thinking
 from m3agent.content import Content, Message
 from m3agent.errors import RuntimeClosed
 from m3agent.events import Reply
 from m3agent.history import History
-from m3agent.options import RunOptions
+from m3agent.hooks import Hooks
+from m3agent.limits import Price
+from m3agent.options import RunOptions, Setup
 from m3agent.session import Session, named_tools, run_sync
 from m3agent.tools import Tool
 
@@ -36,6 +39,11 @@ class Agent:
         thinking: "adaptive", "enabled" or "disabled"; None takes the checkpoint's own default, or else "adaptive".
         sampling: None takes the checkpoint's own.
         max_turns: the limit on model turns of one run.
+        approve: asked about calls of tools that need approval: `approve(call)` or `approve(call, context)`, plain (run
+            in a thread) or async, returns True, False, or a reason that the model is told. Without it such calls end
+            the run, and `session.run(approve={call_id: True})` goes on.
+        hooks: functions called around turns and calls.
+        price: what tokens cost; then `reply.cost` is counted, and runs can have a `max_cost`.
 
     Raises ToolDefinitionError for two tools of one name, ValueError for an unknown thinking mode.
     """
@@ -49,15 +57,23 @@ class Agent:
         thinking: Thinking | None = None,
         sampling: Sampling | None = None,
         max_turns: int = MAX_TURNS,
+        approve: Approve | None = None,
+        hooks: Hooks | None = None,
+        price: Price | None = None,
     ) -> None:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
         if runtime is None or isinstance(runtime, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
             raise TypeError(f"an agent needs a runtime, not {runtime!r}: Agent(m3agent.Runtime.open({runtime!r}))")
+        if approve is not None and not callable(approve):
+            raise TypeError(f"an agent's approve is a function, not {approve!r}; decisions about calls go to run()")
         self._runtime = runtime
         self._opening = anyio.Lock()
         self._tools = named_tools(tools)
         self._sampling = sampling
+        self._approve: Approve | None = approve
+        self._hooks = hooks or Hooks()
+        self._price = price
         self.instructions = instructions
         self.thinking: Thinking | None = thinking
         self.max_turns = max_turns
@@ -82,7 +98,8 @@ class Agent:
         thinking = self.thinking or runtime.defaults.thinking_mode or "adaptive"
         history = History(runtime, self.instructions, thinking, self._tools, messages)
         sampling = self._sampling or runtime.defaults.sampling()
-        return Session(history, RunOptions(max_turns=self.max_turns, sampling=sampling))
+        defaults = RunOptions(max_turns=self.max_turns, sampling=sampling, approve=self._approve)
+        return Session(history, Setup(defaults, self._hooks, self._price))
 
     async def run(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
         """One run in a session of its own, as `Session.run`."""

@@ -1,13 +1,14 @@
 """What a stream yields, in the order in which it happens.
 
-A turn gives any number of `ThinkingDelta`, `TextDelta` and call events, then one `TurnFinished`; the results of its
-calls follow as `ToolResultEvent`, in call order, when all of them are there. The last event of a run is `Done`.
+A turn gives any number of `ThinkingDelta`, `TextDelta` and call events, then one `TurnFinished`. While its calls run,
+`ToolProgress` and `ToolFinished` come as things happen; when all are over, their results follow as `ToolResultEvent`,
+in call order. Calls that nobody has decided about end the run with `ApprovalNeeded`. The last event is `Done`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from m3agent.chat.parse_events import TextDelta, ThinkingDelta
 from m3agent.content import Message, ToolCall, ToolResult
@@ -15,8 +16,9 @@ from m3agent.content import Message, ToolCall, ToolResult
 if TYPE_CHECKING:
     from m3agent.runtime.usage import Usage
 
-Stop = Literal["end", "turns", "tokens"]
-"""Why a run ended: the model was done, or a limit was reached: `max_turns` or `max_tokens`."""
+Stop = Literal["end", "turns", "tokens", "seconds", "cost", "approval"]
+"""Why a run ended: the model was done, a limit was reached (`max_turns`, `max_tokens`, `max_seconds`, `max_cost`), or
+calls wait for approval."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,32 @@ class TurnFinished:
 
 
 @dataclass(frozen=True)
+class ToolProgress:
+    """What a tool reported while its call runs."""
+
+    call_id: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class ToolFinished:
+    """A call is over, while others may still run. `seconds` is the time that it ran, 0 for one that did not.
+
+    The result is the tool's own; should the context be too short for it, the model is told so: see `ToolResultEvent`.
+    """
+
+    result: ToolResult
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ApprovalNeeded:
+    """These calls wait: `session.run(approve={call.id: True})` goes on, and so does a message, which refuses them."""
+
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True)
 class ToolResultEvent:
     """The result of the call `result.call_id`, as the model will see it."""
 
@@ -64,8 +92,9 @@ class Reply:
     """What a run came to.
 
     `text` and `thinking` are those of the last turn, `messages` all that the run added to the session, the user's
-    included, `usage` the sum over its turns. With `stop` other than "end" a limit was reached and the session can go
-    on: `run()` without a message lets the model continue from the results that it has not seen yet.
+    included, `usage` the sum over its turns and calls, `cost` their price where the agent has one. With `stop` other
+    than "end" the session can go on: `run()` without a message lets the model continue from the results that it has
+    not seen yet, `run(approve=…)` decides about the calls of `session.pending`.
     """
 
     text: str
@@ -73,6 +102,7 @@ class Reply:
     messages: tuple[Message, ...]
     usage: Usage
     stop: Stop
+    cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,4 +112,16 @@ class Done:
     reply: Reply
 
 
-Event = TextDelta | ThinkingDelta | CallStarted | CallArguments | CallFinished | TurnFinished | ToolResultEvent | Done
+Event = (
+    TextDelta
+    | ThinkingDelta
+    | CallStarted
+    | CallArguments
+    | CallFinished
+    | TurnFinished
+    | ToolProgress
+    | ToolFinished
+    | ToolResultEvent
+    | ApprovalNeeded
+    | Done
+)

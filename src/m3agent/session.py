@@ -13,8 +13,8 @@ from m3agent.content import Content, Message, ToolCall
 from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
 from m3agent.events import Reply
 from m3agent.history import History
-from m3agent.options import RunOptions, merged
-from m3agent.stream import Busy, RunStream
+from m3agent.options import RunOptions, Setup
+from m3agent.stream import Busy, Run, RunStream
 from m3agent.tools import Tool
 
 
@@ -25,9 +25,9 @@ class Session:
     last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0).
     """
 
-    def __init__(self, history: History, defaults: RunOptions) -> None:
+    def __init__(self, history: History, setup: Setup) -> None:
         self._history = history
-        self._defaults = defaults
+        self._setup = setup
         self._busy = Busy()
 
     @property
@@ -65,7 +65,8 @@ class Session:
 
     def stream(self, *parts: Content, **options: Unpack[RunOptions]) -> RunStream:
         """The same run as events: `async with session.stream(…) as events: async for event in events: …`."""
-        return RunStream(self._history, self._busy, parts, merged(self._defaults, options))
+        told = self._setup.options(options)
+        return RunStream(Run(self, self._history, self._busy, self._setup, parts, told, self._setup.limits(told)))
 
     def run_sync(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
         """`run` for code without an event loop. Raises RuntimeError inside one."""
@@ -93,7 +94,7 @@ class Session:
         """
         if self._busy.held:
             raise SessionBusy("a session cannot be forked during a run")
-        return Session(self._history.fork(), self._defaults)
+        return Session(self._history.fork(), self._setup)
 
     async def close(self) -> None:
         """Give the session's pages back. A run in progress ends with RuntimeClosed. As often as you like, from any

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 import m3agent as m3
 from m3agent.chat import Tokenizer
 from m3agent.tools import execute
-from tests.agent.double import Fuse, ScriptedRuntime, block, call, check_log
+from tests.agent.double import Fuse, ScriptedRuntime, block, call
+from tests.agent.going_on import agent, cancelled_at, check_goes_on
 
 pytestmark = pytest.mark.anyio
-
-
-def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
-    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
 
 
 def tools_with(fuse: Fuse) -> list[m3.Tool[..., Any]]:
@@ -43,49 +40,11 @@ def tools_with(fuse: Fuse) -> list[m3.Tool[..., Any]]:
     return [look, count]
 
 
-@pytest.fixture
-def fused_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fuse], None]:
-    """Waiting for a thread is a waiting point, too."""
-    real = anyio.to_thread.run_sync
-
-    def install(fuse: Fuse) -> None:
-        async def run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            await fuse.point()
-            result = await real(function, *args, **options)
-            await fuse.point()
-            return result
-
-        monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
-
-    return install
-
-
 TURNS = (
     "é" + block(call("look", name="a"), call("count", n="1")),
     block(call("count", n="x")[:-20]),
     "End",
 )
-GO_ON = (block(call("count", n="7")), "Still here.")
-
-
-async def cancelled_at(runtime: ScriptedRuntime, fuse: Fuse, run: Callable[[], Awaitable[Any]]) -> bool:
-    with anyio.CancelScope() as scope:
-        fuse.scope = scope
-        await run()
-    fuse.scope = None
-    return fuse.blown
-
-
-async def check_goes_on(runtime: ScriptedRuntime, session: m3.Session) -> None:
-    tokens, messages = session.tokens, session.messages
-    runtime.replies.clear()
-    runtime.says(*GO_ON)
-    reply = await session.run("And now?")
-    assert reply.text == "Still here."
-    assert session.tokens[: len(tokens)] == tokens
-    assert session.messages[: len(messages)] == messages
-    check_log(runtime, session)
-    assert m3.load_messages(m3.dump_messages(session.messages)) == session.messages
 
 
 async def test_cancel_at_every_waiting_point_of_a_run(

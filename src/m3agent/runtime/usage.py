@@ -14,7 +14,7 @@ class Usage:
     had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens: prompt
     tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
     token, or to the end where none came, waiting for other calls included. decode_seconds: from the first token to
-    the last.
+    the last. tool_seconds: in which calls of tools ran, in the usage of an agent's run.
     """
 
     prompt_tokens: int = 0
@@ -25,6 +25,7 @@ class Usage:
     media_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    tool_seconds: float = 0.0
     first_tokens: int = 0  # tokens that came out of a prefill and not of a decode step: one a call
 
     @property
@@ -35,6 +36,7 @@ class Usage:
 
     @property
     def seconds(self) -> float:
+        """Of the model; calls of tools are not in it."""
         return self.prefill_seconds + self.decode_seconds
 
     def __add__(self, other: Usage) -> Usage:

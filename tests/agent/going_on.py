@@ -1,0 +1,45 @@
+"""What has to hold after a run was cut: the session goes on, and its log is a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+import m3agent as m3
+from tests.agent.double import Fuse, ScriptedRuntime, block, call, check_log
+
+
+def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
+    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+
+
+def needs_approval(tool: m3.Tool[..., Any], needs: Any = True) -> m3.Tool[..., Any]:
+    return replace(tool, needs_approval=needs)
+
+
+GO_ON = (block(call("count", n="7")), "Still here.")
+
+
+async def cancelled_at(runtime: ScriptedRuntime, fuse: Fuse, run: Callable[[], Awaitable[Any]]) -> bool:
+    with anyio.CancelScope() as scope:
+        fuse.scope = scope
+        await run()
+    fuse.scope = None
+    return fuse.blown
+
+
+async def check_goes_on(runtime: ScriptedRuntime, session: m3.Session) -> None:
+    tokens, messages = session.tokens, session.messages
+    if session.pending and messages[-1].role == "tool":
+        messages.pop()  # gets the missing results
+    runtime.replies.clear()
+    runtime.says(*GO_ON)
+    reply = await session.run("And now?")
+    assert reply.text == "Still here."
+    assert session.tokens[: len(tokens)] == tokens
+    assert session.messages[: len(messages)] == messages
+    check_log(runtime, session)
+    assert m3.load_messages(m3.dump_messages(session.messages)) == session.messages
