@@ -20,6 +20,7 @@ ROWS = [
     ["agent"],
     ["session"],
     ["stream"],
+    ["turn_loop"],
     ["calls"],
     ["turn"],
     ["history"],

@@ -14,8 +14,9 @@ from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
 from m3agent.events import Reply
 from m3agent.history import History
 from m3agent.options import RunOptions, Setup
-from m3agent.stream import Busy, Run, RunStream
+from m3agent.stream import RunStream
 from m3agent.tools import Tool
+from m3agent.turn_loop import Busy, Run
 
 
 class Session:
