@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -124,7 +123,7 @@ class McpServer:
         connection = self._begin()
         try:
             connection.opened.result()
-            self._take(connection, connection.submit(_list_tools).result())
+            self._take(connection, connection.submit(_list_tools).future.result())
         except BaseException as error:
             self._end(connection)
             self._raise(connection, error)
@@ -147,7 +146,7 @@ class McpServer:
         connection = self._connection
         if connection is not None and connection.alive:
             try:
-                listing = await wait(connection.submit(_list_tools))
+                listing = await wait(connection.submit(_list_tools).future)
             except Exception:
                 pass  # gone without our knowing, or the server forgot the session
             else:
@@ -160,7 +159,7 @@ class McpServer:
         connection = self._begin()
         try:
             await wait(connection.opened)
-            self._take(connection, await wait(connection.submit(_list_tools)))
+            self._take(connection, await wait(connection.submit(_list_tools).future))
         except BaseException as error:
             await _closed(connection)
             self._raise(connection, error)
@@ -169,7 +168,6 @@ class McpServer:
         if self._connection is not None and self._connection.alive:
             raise ToolsetError(f"{self._name} is open already")
         self._connection = Connection(self._target, OPENING)
-        weakref.finalize(self, self._connection.stop)
         self._connection.start()
         return self._connection
 
