@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,10 +13,6 @@ from tests.agent.double import Fuse, ScriptedRuntime, block, call, check_log
 
 def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
     return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
-
-
-def needs_approval(tool: m3.Tool[..., Any], needs: Any = True) -> m3.Tool[..., Any]:
-    return replace(tool, needs_approval=needs)
 
 
 GO_ON = (block(call("count", n="7")), "Still here.")

@@ -11,7 +11,7 @@ import pytest
 
 import m3agent as m3
 from tests.agent.double import NS, ScriptedRuntime, block, call, check_log
-from tests.agent.going_on import agent, check_goes_on, needs_approval
+from tests.agent.going_on import agent, check_goes_on
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ class Shop:
     def __init__(self) -> None:
         self.ran: list[str] = []
 
-        @m3.tool
+        @m3.tool(needs_approval=True)
         async def delete(path: str) -> str:
             self.ran.append(path)
             return f"deleted {path}"
@@ -30,7 +30,7 @@ class Shop:
             self.ran.append(name)
             return f"saw {name}"
 
-        self.delete = needs_approval(delete)
+        self.delete = delete
         self.look = look
 
     def session(self, runtime: ScriptedRuntime, **options: Any) -> m3.Session:
@@ -184,14 +184,14 @@ async def test_a_predicate_on_the_typed_arguments(runtime: ScriptedRuntime) -> N
         seen.append(sizes)
         return sum(sizes) > 10
 
-    @m3.tool
+    @m3.tool(needs_approval=large)
     def allocate(sizes: list[int], where: str = "here") -> int:
         return sum(sizes)
 
     def calls(*sizes: int) -> str:
         return block(*[call("allocate", sizes=f"{NS}<item>{size}{NS}</item>") for size in sizes])
 
-    session = agent(runtime.says(calls(3, 30)), needs_approval(allocate, large)).session()
+    session = agent(runtime.says(calls(3, 30)), allocate).session()
     assert (await session.run("x")).stop == "approval"
     assert seen == [[3], [30]]
     assert [call.arguments for call in session.pending] == [{"sizes": [30]}]
@@ -263,7 +263,7 @@ async def test_results_that_waited_leave_less_room_for_later_ones(runtime: Scrip
         return "y" * letters
 
     runtime.context_length = 9000
-    free, asked = write, needs_approval(m3.tool(write.function, name="ask"))
+    free, asked = write, m3.tool(write.function, name="ask", needs_approval=True)
     calls = block(call("ask", letters="4000"), call("write", letters="4000"), call("ask", letters="1000"))
     session = agent(runtime.says(calls, "ok"), free, asked).session()
     await session.run("x")

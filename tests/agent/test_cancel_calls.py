@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import m3agent as m3
 from m3agent.chat import Tokenizer
 from tests.agent.double import Fuse, ScriptedRuntime, block, call, check_log
-from tests.agent.going_on import agent, cancelled_at, check_goes_on, needs_approval
+from tests.agent.going_on import agent, cancelled_at, check_goes_on
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,11 @@ def session_with(runtime: ScriptedRuntime, fuse: Fuse, **options: Any) -> m3.Ses
         await context.progress(2)
         return name
 
-    @m3.tool
+    async def asks(name: str) -> bool:
+        await fuse.point()
+        return True
+
+    @m3.tool(needs_approval=asks)
     async def erase(name: str) -> str:
         try:
             await fuse.point()
@@ -49,15 +53,11 @@ def session_with(runtime: ScriptedRuntime, fuse: Fuse, **options: Any) -> m3.Ses
     def count(n: int) -> int:
         return n
 
-    async def asks(name: str) -> bool:
-        await fuse.point()
-        return True
-
     async def hook(*arguments: Any) -> None:
         await fuse.point()
 
     hooks = m3.Hooks(before_model=hook, after_model=hook, before_tool=hook, after_tool=hook)
-    return agent(runtime, look, needs_approval(erase, asks), count, hooks=hooks, **options).session()
+    return agent(runtime, look, erase, count, hooks=hooks, **options).session()
 
 
 async def told(fuse: Fuse, event: m3.Event) -> None:

@@ -238,6 +238,24 @@ async def test_deps_and_session_reach_the_tools(runtime: ScriptedRuntime) -> Non
     assert seen == [(database, session, 2)]
 
 
+async def test_a_calls_own_scope_ends_that_call_alone(runtime: ScriptedRuntime) -> None:
+    cleaned: list[bool] = []
+
+    @m3.tool
+    async def stops(context: m3.Context) -> None:
+        try:
+            context.scope.cancel()
+            await anyio.sleep_forever()
+        finally:
+            cleaned.append(context.cancelled)
+
+    session = agent(runtime.says(block(call("stops"), call("quick", name="b")), "ok"), stops, quick).session()
+    assert (await session.run("x")).text == "ok"
+    first, second = session.messages[2].results
+    assert (first.text, first.error, second.text) == ("cancelled", True, "b")
+    assert len(cleaned) == 1
+
+
 async def test_reports_from_a_thread_and_more_of_them_than_anyone_reads(runtime: ScriptedRuntime) -> None:
     main = threading.get_ident()
 

@@ -6,14 +6,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import anyio.lowlevel
 
 
 class Context:
     """Handed to every parameter that is annotated `m3agent.Context`; the model does not see that parameter.
 
-    `tool` is the tool's name and `call_id` the id of the call in the session's messages.
+    `tool` is the tool's name and `call_id` the id of the call in the session's messages; `deps` is what the run was
+    given, `session` the running session, None outside one. `scope` holds this one call while it runs: cancelled, the
+    call alone ends, and the model is told so.
     """
+
+    scope: anyio.CancelScope
 
     def __init__(
         self,

@@ -75,12 +75,30 @@ class Tool(Generic[P, R]):
         return self.function(*args, **kwargs)
 
 
+Needs = bool | Callable[..., Any]
+"""Whether calls need approval: yes, no, or a function (plain or async) of the validated arguments that says so."""
+
+
 @overload
-def tool(function: Callable[P, R], /, *, name: str | None = None, description: str | None = None) -> Tool[P, R]: ...
-@overload
-def tool(*, name: str | None = None, description: str | None = None) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
 def tool(
-    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+    function: Callable[P, R],
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    needs_approval: Needs = False,
+) -> Tool[P, R]: ...
+@overload
+def tool(
+    *, name: str | None = None, description: str | None = None, needs_approval: Needs = False
+) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    needs_approval: Needs = False,
 ) -> Any:
     """Make a tool from a typed function, synchronous (run in a thread) or asynchronous: `@tool` or `@tool(name=…)`.
 
@@ -88,17 +106,18 @@ def tool(
     `Annotated[T, pydantic.Field(description=…)]`. The model's arguments arrive as the declared types. A parameter
     annotated `m3agent.Context` is filled by the session. The function may return text, anything with a JSON form,
     `m3agent.Image`, `m3agent.Video`, a Pillow image, or a list of these; `m3agent.ToolError` tells the model why a
-    call failed.
+    call failed. With `needs_approval`, True or a function of the arguments that says so, a call runs only when the
+    program has approved it.
 
     Raises ToolDefinitionError, which names the tool and the parameter. Warns (UserWarning) when the docstring
     describes a parameter that does not exist.
     """
     local_names = _names_around_the_tool()
     if function is not None:
-        return _define(function, name or _name_of(function), description, local_names)
+        return _define(function, name or _name_of(function), description, local_names, needs_approval)
 
     def define(function: Callable[..., Any]) -> Tool[..., Any]:
-        return _define(function, name or _name_of(function), description, local_names)
+        return _define(function, name or _name_of(function), description, local_names, needs_approval)
 
     return define
 
@@ -118,7 +137,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _define(
-    function: Callable[..., Any], name: str, description: str | None, local_names: Mapping[str, Any]
+    function: Callable[..., Any], name: str, description: str | None, local_names: Mapping[str, Any], needs: Needs
 ) -> Tool[..., Any]:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ToolDefinitionError(f"tool {name!r} is a generator; return a list instead")
@@ -139,6 +158,7 @@ def _define(
         function,
         signature,
         arguments,
+        needs,
     )
     check_tool_names(made.definition)
     return made

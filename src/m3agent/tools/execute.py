@@ -35,6 +35,12 @@ async def call_tool(
     if tool is None:
         raise ToolError(f"There is no tool {clip(name, 100)!r}. Tools: {', '.join(tools) or 'none'}.")
     args, kwargs = tool.bind(arguments, context)
+    with anyio.CancelScope() as context.scope:
+        return await _run(tool, args, kwargs, context)
+    raise ToolError("cancelled")
+
+
+async def _run(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> list[ResultPart]:
     try:
         if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
             value = await tool.function(*args, **kwargs)
@@ -47,7 +53,7 @@ async def call_tool(
         raise ToolError(clip(str(error))) from error
     except (Exception, SystemExit) as error:  # a tool made of a script's main function must not end the program
         # The model can often go on; the traceback is for whoever listens to this logger.
-        _log.info("tool %s failed", name, exc_info=error)
+        _log.info("tool %s failed", tool.name, exc_info=error)
         raise ToolError(clip(f"{type(error).__name__}: {error}")) from error
     except anyio.get_cancelled_exc_class():
         context.cancel()
