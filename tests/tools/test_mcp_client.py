@@ -152,6 +152,22 @@ async def test_a_session_calls_them_and_sees_their_pictures(tmp_path: Path, addr
     assert [part.width for part in shown.parts if isinstance(part, m3.Image)] == [12]
 
 
+async def test_a_session_hears_their_progress_and_asks_first(tmp_path: Path, address: str) -> None:
+    runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
+        block(written_call("count", to=2), written_call("add", a=1)), "Done."
+    )
+    async with m3.tools.mcp(url=address, only=["add", "count"], needs_approval=["add"]) as server:
+        session = m3.Agent(runtime, tools=[*server]).session()  # pyright: ignore[reportArgumentType]
+        async with session.stream("Count, and add.") as stream:
+            events = [event async for event in stream]
+        told = [event.value["message"] for event in events if isinstance(event, m3.ToolProgress)]
+        assert told == ["at 1", "at 2"]
+        (waiting,) = session.pending
+        assert waiting.name == "add"
+        assert (await session.run(approve={waiting.id: True})).text == "Done."
+    assert [result.text for result in session.messages[2].results] == ["counted", "2"]
+
+
 async def test_calls_run_side_by_side(address: str) -> None:
     async with m3.tools.mcp(url=address) as server:
         answers: dict[int, Any] = {}
@@ -213,6 +229,15 @@ async def test_malformed_tools_are_named_and_left_out() -> None:
     with pytest.raises(m3.ToolDefinitionError, match="tool 'no_schema' cannot be used: inputSchema"):
         async with m3.tools.mcp(*BY_HAND, "tools", only=["no_schema"]):
             pass
+
+
+async def test_new_tools_come_when_asked_for_and_in_order() -> None:
+    async with m3.tools.mcp(*BY_HAND, "grows") as server:
+        (first,) = server
+        await server.refresh()
+        await server.refresh()
+        assert [tool.name for tool in server] == ["tool_0", "tool_1", "tool_2"]
+        assert next(iter(server)) is first
 
 
 # Servers that fail ---------------------------------------------------------------------------------------------------

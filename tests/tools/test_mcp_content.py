@@ -65,6 +65,14 @@ def test_what_we_send_we_can_read(parts: list[Any]) -> None:
         assert any(text.removesuffix("\n") in part for part in back if isinstance(part, str))
 
 
+def test_long_films_are_sampled() -> None:
+    film = m3.Video([np.full((2, 2, 3), level, np.uint8) for level in range(100)], frame_rate=1)
+    content = sent([film])
+    captions = [part.text for part in content if isinstance(part, TextContent)]
+    assert len(content) == 64
+    assert [captions[0], captions[-1]] == ["Frame 1 of 100 at 0.00 s:", "Frame 100 of 100 at 99.00 s:"]
+
+
 def test_structured_results_are_shown_once() -> None:
     for text, structured, shown in [
         ('{"n": 3}', {"n": 3}, ['{"n": 3}']),

@@ -70,6 +70,20 @@ def test_what_is_wrong_is_said_with_the_package(name: str, options: dict[str, ob
         m3.tools.toolset(name, **options)
 
 
+@pytest.mark.anyio
+async def test_the_tutorial_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text("utf-8").partition("### Write one")[2]
+    code = page.partition("```python\n")[2].partition("```")[0]
+    entry = page.partition('[project.entry-points."m3agent.toolsets"]\n')[2].partition("\n")[0]
+    name, _, target = entry.partition(" = ")
+    (tmp_path / "my_clock.py").write_text(code)
+    install(tmp_path, "my-clock", "1.0", {name: target.strip('"')})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (now,) = m3.tools.toolset("clock", east=1)
+    (text,) = await call_tool({"now": now}, "now", {}, m3.Context("now", "call_1"))
+    assert text.endswith("+01:00")
+
+
 def test_a_package_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "m3_test_broken.py").write_text("import a_module_that_is_not_there\n")
     install(site, "m3-test-broken", "0.1", {"broken": "m3_test_broken:make"})

@@ -17,6 +17,8 @@ TOOLS = [
     {"inputSchema": OBJECT},
 ]
 
+LISTINGS: list[int] = []
+
 
 def write(message: object) -> None:
     print(json.dumps(message), flush=True)
@@ -31,6 +33,10 @@ def answer(request: dict) -> None:
     elif method == "tools/list":
         if WRONG == "tools":
             result = {"tools": TOOLS}
+        elif WRONG == "grows":  # by one with every listing, in another order each time
+            LISTINGS.append(len(LISTINGS))
+            tools = [{"name": f"tool_{number}", "inputSchema": OBJECT} for number in LISTINGS]
+            result = {"tools": tools[::-1] if len(LISTINGS) % 2 else tools}
         else:
             result = {"tools": TOOLS[:1]}
     elif method == "tools/call":

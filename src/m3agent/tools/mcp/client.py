@@ -141,7 +141,8 @@ class McpServer:
     async def refresh(self) -> None:
         """List the tools again, and first open the server again if it is gone. `[*server]` are then the new ones.
 
-        Tools that are still there and look the same stay the same objects. Raises ToolsetError.
+        Tools that are still there and look the same stay the same objects. Raises ToolsetError, and
+        ToolDefinitionError when a tool that `only` names is no longer there.
         """
         connection = self._connection
         if connection is not None and connection.alive:

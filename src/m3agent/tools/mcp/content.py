@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, cast
 
+import numpy as np
 from mcp.types import (
     AudioContent,
     BlobResourceContents,
@@ -25,6 +26,8 @@ from m3agent.media.films import ANIMATIONS, CONTAINERS
 from m3agent.media.image import DECODERS
 from m3agent.tools.results import ResultPart
 
+MAX_FRAMES = 32  # of a film that is sent
+
 
 def received(result: CallToolResult) -> list[ResultPart]:
     """The parts of a server's result, pictures decoded (blocks). What a model cannot be shown is described in text."""
@@ -36,7 +39,7 @@ def received(result: CallToolResult) -> list[ResultPart]:
 
 
 def sent(parts: Iterable[ResultPart]) -> list[ContentBlock]:
-    """MCP content of a result. A picture is a PNG; a film is its frames, each with its time (MCP knows no films)."""
+    """MCP content of a result. A picture is a PNG; a film is frames of it, each with its time: MCP knows no films."""
     content: list[ContentBlock] = []
     for part in parts:
         if isinstance(part, str):
@@ -44,10 +47,16 @@ def sent(parts: Iterable[ResultPart]) -> list[ContentBlock]:
         elif isinstance(part, Image):
             content.append(_picture(part))
         else:
-            times = part.timestamps
-            for index, frame in enumerate(part.frames):
-                when = f" at {times[index]:.2f} s" if times else ""
-                content += [TextContent(text=f"Frame {index + 1} of {len(part.frames)}{when}:"), _picture(Image(frame))]
+            content += _frames(part)
+    return content
+
+
+def _frames(film: Video) -> list[ContentBlock]:
+    count, times = len(film.frames), film.timestamps
+    content: list[ContentBlock] = []
+    for index in sorted({round(index) for index in np.linspace(0, count - 1, min(count, MAX_FRAMES))}):
+        when = f" at {times[index]:.2f} s" if times else ""
+        content += [TextContent(text=f"Frame {index + 1} of {count}{when}:"), _picture(Image(film.frames[index]))]
     return content
 
 
