@@ -1,7 +1,7 @@
 """MCP both ways: the tools of any MCP server as tools here, and our tools served as an MCP server.
 
-`connection` owns a client's connection in a thread of its own, `transport` opens it, `content` is results in either
-direction, `client` is `mcp(...)`, `serve` is `serve_mcp` and `mcp_app`. The `mcp` package is imported on use.
+`client` is `mcp(...)`: `connection` owns the connection in a thread of its own, `transport` opens it, `listing` makes
+the tools. `serve` is `serve_mcp` and `mcp_app`. `content` is results in either direction. `mcp` is imported on use.
 """
 
 from m3agent.tools.mcp.client import McpServer, mcp

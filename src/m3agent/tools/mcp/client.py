@@ -19,6 +19,7 @@ from m3agent.mailbox import Mailbox
 from m3agent.tools.context import Context
 from m3agent.tools.define import Tool
 from m3agent.tools.mcp.connection import Connection, Target, outcome, wait
+from m3agent.tools.mcp.listing import Wanted, choose, list_tools
 from m3agent.tools.results import ResultPart
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 OPENING = 60.0  # seconds until a server has to be there; `uvx` and `npx` may have to install it first
 CLOSING = 15.0  # seconds until a server that does not end is left to itself
-LISTING = 30.0  # seconds for the list of tools
-_MAX_PAGES = 100
 
 
 def mcp(
@@ -70,7 +69,9 @@ def mcp(
     if find_spec("mcp") is None:
         raise MissingDependency("mcp", "mcp", "using an MCP server")
     program = () if command is None else (command, *args)
-    return McpServer(Target(program, env, cwd, url, headers), prefix, only, timeout, needs_approval)
+    asking = needs_approval if isinstance(needs_approval, bool) else frozenset(needs_approval)
+    wanted = Wanted(prefix, None if only is None else frozenset(only), asking)
+    return McpServer(Target(program, env, cwd, url, headers), wanted, timeout)
 
 
 class McpServer:
@@ -80,20 +81,11 @@ class McpServer:
     fail and say so; `refresh` opens it again.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        prefix: str,
-        only: Collection[str] | None,
-        timeout: float | None,
-        needs_approval: bool | Collection[str],
-    ) -> None:
+    def __init__(self, target: Target, wanted: Wanted, timeout: float | None) -> None:
         self._target = target
         self._name = f"MCP server {target.name!r}"
-        self._prefix = prefix
-        self._only = None if only is None else frozenset(only)
+        self._wanted = wanted
         self._timeout = timeout
-        self._needs_approval = needs_approval
         self._connection: Connection | None = None
         self._tools: dict[str, Tool[..., Any]] = {}
         self.skipped: dict[str, str] = {}
@@ -123,7 +115,7 @@ class McpServer:
         connection = self._begin()
         try:
             connection.opened.result()
-            self._take(connection, connection.submit(_list_tools).future.result())
+            self._take(connection, connection.submit(list_tools).future.result())
         except BaseException as error:
             self._end(connection)
             self._raise(connection, error)
@@ -147,7 +139,8 @@ class McpServer:
         connection = self._connection
         if connection is not None and connection.alive:
             try:
-                listing = await wait(connection.submit(_list_tools).future)
+                connection.refused.clear()
+                listing = await wait(connection.submit(list_tools).future)
             except Exception:
                 pass  # gone without our knowing, or the server forgot the session
             else:
@@ -160,7 +153,7 @@ class McpServer:
         connection = self._begin()
         try:
             await wait(connection.opened)
-            self._take(connection, await wait(connection.submit(_list_tools).future))
+            self._take(connection, await wait(connection.submit(list_tools).future))
         except BaseException as error:
             await _closed(connection)
             self._raise(connection, error)
@@ -186,51 +179,16 @@ class McpServer:
         ) from error
 
     def _take(self, connection: Connection, listing: tuple[list[ListedTool], str | None]) -> None:
-        listed, self.instructions = listing
-        skipped = dict(connection.refused)
-        tools: dict[str, Tool[..., Any]] = {}
-        for described in sorted(listed, key=lambda tool: tool.name):  # the order is part of the prompt
-            if self._only is not None and described.name not in self._only:
-                continue
-            try:
-                made = self._tool(described)
-            except ToolDefinitionError as error:
-                skipped[described.name] = str(error)
-                continue
-            if made.name in tools:
-                skipped[described.name] = "the server lists this name twice; the first one is used"
-                continue
-            old = self._tools.get(made.name)  # the same object, so that who holds it can tell that nothing changed
-            tools[made.name] = old if old is not None and old.definition == made.definition else made
-        self._check_chosen(tools, {tool.name for tool in listed}, skipped)
-        self._tools, self.skipped = tools, skipped
-        for name, reason in skipped.items():
-            if self._only is None:
+        listed, instructions = listing
+        tools, skipped = choose(self._name, self._wanted, listed, connection.refused, self._call)
+        for name, tool in tools.items():
+            old = self._tools.get(name)  # the same object, so that who holds it can tell that nothing changed
+            if old is not None and old.definition == tool.definition:
+                tools[name] = old
+        self._tools, self.skipped, self.instructions = tools, skipped, instructions
+        if self._wanted.only is None:
+            for name, reason in skipped.items():
                 warnings.warn(f"{self._name}: tool {name!r} is left out: {reason}", stacklevel=4)
-
-    def _check_chosen(self, tools: Mapping[str, Any], listed: set[str], skipped: Mapping[str, str]) -> None:
-        asking = () if isinstance(self._needs_approval, bool) else self._needs_approval
-        for name in sorted({*(self._only or ()), *asking}):
-            if name in skipped and self._prefix + name not in tools:
-                raise ToolDefinitionError(f"{self._name}: tool {name!r} cannot be used: {skipped[name]}")
-            if name not in listed:
-                there = ", ".join(sorted(listed)) or "none"
-                raise ToolDefinitionError(f"{self._name} has no tool {name!r}. It has: {there}")
-
-    def _tool(self, described: ListedTool) -> Tool[..., Any]:
-        name = described.name
-        asks = self._needs_approval if isinstance(self._needs_approval, bool) else name in self._needs_approval
-
-        async def call(arguments: dict[str, Any], context: Context) -> ResultPart | list[ResultPart]:
-            return await self._call(name, arguments, context)
-
-        return Tool.from_schema(
-            self._prefix + name,
-            described.description or described.title or "",
-            described.input_schema,
-            call,
-            needs_approval=asks,
-        )
 
     async def _call(self, name: str, arguments: dict[str, Any], context: Context) -> ResultPart | list[ResultPart]:
         from m3agent.tools.mcp.content import received
@@ -249,8 +207,8 @@ class McpServer:
             with anyio.fail_after(self._timeout):
                 result = await outcome(connection.submit(work), box, context.progress)
         except TimeoutError:
-            raise ToolError(f"{self._name} gave no answer in {self._timeout:g} s.") from None
-        except (CancelledError, Exception) as error:
+            raise ToolError(f"{self._name} gave no answer in {self._timeout} s.") from None
+        except Exception as error:
             raise await self._explained(connection, error) from error
         parts = await anyio.to_thread.run_sync(received, result)
         if result.is_error:
@@ -277,19 +235,6 @@ class McpServer:
         if isinstance(error, ValidationError | RuntimeError):
             return ToolError(f"{self._name} answered outside the protocol: {_short(error)}")
         return ToolError(_short(error))
-
-
-async def _list_tools(client: Client) -> tuple[list[ListedTool], str | None]:
-    tools: list[ListedTool] = []
-    cursor = None
-    with anyio.fail_after(LISTING):
-        for _ in range(_MAX_PAGES):
-            page = await client.list_tools(cursor=cursor)
-            tools += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
-                break
-    return tools, client.instructions
 
 
 async def _closed(connection: Connection) -> None:
