@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -372,6 +373,17 @@ async def test_cancelled_while_it_opens(monkeypatch: pytest.MonkeyPatch) -> None
             pass
     assert scope.cancelled_caught
     assert running() == before
+
+
+async def test_cancelled_at_any_instant_of_opening_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = running()
+    monkeypatch.setattr(stdio, "PROCESS_TERMINATION_TIMEOUT", 0.1)
+    for step in range(12):
+        with anyio.move_on_after(0.004 * step):
+            async with m3.tools.mcp(*BY_HAND, "sound"):
+                pass
+    assert running() == before
+    gc.collect()  # a pipe or process that was left to the collector would be an error here
 
 
 def test_without_an_event_loop() -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
@@ -177,14 +178,18 @@ class Connection:
 
         try:
             with anyio.CancelScope(deadline=anyio.current_time() + self._seconds) as opening:
-                self._leave = opening.cancel
-                if self._stopping:
-                    return
-                async with open_client(self._target, self._errors, self.refused) as self._client:
+                started = partial(self._started, opening)
+                async with open_client(self._target, self._errors, self.refused, started) as self._client:
                     opening.deadline = math.inf
                     await self._serve()
         finally:
             everything.cancel()
+
+    def _started(self, opening: anyio.CancelScope) -> None:
+        # Not before: a cancellation while the program is being started would leave it behind.
+        self._leave = opening.cancel
+        if self._stopping:
+            opening.cancel()
 
     async def _serve(self) -> None:
         leaving = anyio.Event()

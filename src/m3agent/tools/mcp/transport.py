@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, TextIO, cast
@@ -28,11 +28,14 @@ _log = logging.getLogger("m3agent.tools.mcp")
 
 
 @asynccontextmanager
-async def open_client(target: Target, errors: deque[str], refused: dict[str, str]) -> AsyncGenerator[Client]:
+async def open_client(
+    target: Target, errors: deque[str], refused: dict[str, str], started: Callable[[], None]
+) -> AsyncGenerator[Client]:
     """A client after its handshake.
 
     The last lines of a program's standard error, and HTTP answers that are errors, are kept in `errors`. Tools that a
     listing describes in a way that the protocol does not allow are taken out of it, into `refused` with the reason.
+    `started` is called when there is a program that can be ended.
     """
     async with AsyncExitStack() as stack:
         if target.url is not None:
@@ -50,8 +53,9 @@ async def open_client(target: Target, errors: deque[str], refused: dict[str, str
 
             http.event_hooks = {"response": [note]}
             streams = streamable_http_client(target.url, http_client=http)
+            started()
         else:
-            streams = _program(target, errors)
+            streams = _program(target, errors, started)
         client = Client(
             _sifted(streams, refused),
             client_info=Implementation(name="m3agent", version=version("m3agent")),
@@ -61,7 +65,7 @@ async def open_client(target: Target, errors: deque[str], refused: dict[str, str
 
 
 @asynccontextmanager
-async def _program(target: Target, errors: deque[str]) -> AsyncGenerator[Any]:
+async def _program(target: Target, errors: deque[str], started: Callable[[], None]) -> AsyncGenerator[Any]:
     command, *args = target.command
     parameters = StdioServerParameters(
         command=command,
@@ -75,6 +79,7 @@ async def _program(target: Target, errors: deque[str]) -> AsyncGenerator[Any]:
     with os.fdopen(write, "w") as errlog:
         async with stdio_client(parameters, errlog=cast(TextIO, errlog)) as streams:
             errlog.close()  # the server has its own; ours would keep the pipe open
+            started()
             yield streams
 
 
