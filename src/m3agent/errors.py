@@ -59,6 +59,10 @@ class RenderError(ToolError):
     """A renderer could not turn code into a picture; the message is shown to the model."""
 
 
+class GuideError(M3Error):
+    """Guided decoding cannot go on: a schema without a grammar, or a grammar that ran into its limits."""
+
+
 class ContextOverflow(M3Error):
     """The session's tokens no longer fit into the model's context or into the page pool."""
 

@@ -145,13 +145,13 @@ def _value(element: Element, schema: Schema, root: Schema) -> Any:
     stray = text if text.strip() else ""
     container = _container_type(element, schema, root)
     if container == "array" and not stray:
-        items = next((a["items"] for a in alternatives(schema, root) if isinstance(a.get("items"), Mapping)), {})
-        return [_value(child, items, root) for child in element.children]
+        schemas = _item_schemas(schema, root, len(element.children))
+        return [_value(child, part, root) for child, part in zip(element.children, schemas, strict=True)]
     return _object(element.children, stray, schema, root)
 
 
-def _container_type(element: Element, schema: Schema, root: Schema) -> str:
-    """Children alone do not tell a list from an object with one key `item`: the schema's first container does."""
+def first_container(schema: Schema, root: Schema) -> str | None:
+    """ "array" or "object", whichever the schema names first; None if neither."""
     for alternative in alternatives(schema, root):
         named = alternative.get("type")
         for name in named if isinstance(named, list) else [named]:
@@ -159,6 +159,23 @@ def _container_type(element: Element, schema: Schema, root: Schema) -> str:
                 return name
         if "items" in alternative or "properties" in alternative:
             return "array" if "items" in alternative else "object"
+    return None
+
+
+def _item_schemas(schema: Schema, root: Schema, count: int) -> list[Schema]:
+    """What types each of `count` items: `prefixItems` by place (a tuple), `items` beyond."""
+    choices = list(alternatives(schema, root))
+    first = next((choice["prefixItems"] for choice in choices if isinstance(choice.get("prefixItems"), list)), [])
+    rest = next((choice["items"] for choice in choices if isinstance(choice.get("items"), Mapping)), {})
+    places: list[Schema] = [part if isinstance(part, Mapping) else {} for part in first[:count]]
+    return places + [rest] * (count - len(places))
+
+
+def _container_type(element: Element, schema: Schema, root: Schema) -> str:
+    """Children alone do not tell a list from an object with one key `item`: the schema's first container does."""
+    named = first_container(schema, root)
+    if named is not None:
+        return named
     only_items = all(child.name == "item" for child in element.children)
     return "array" if only_items and not allowed_types(schema, root) else "object"
 
@@ -167,7 +184,7 @@ def _object(elements: Iterable[Element], stray: str, schema: Schema, root: Schem
     """Entries in document order. A name that comes again makes a list at the place of the first."""
     values: dict[str, list[Any]] = {}
     for element in elements:
-        values.setdefault(element.name, []).append(_value(element, _entry_schema(element.name, schema, root), root))
+        values.setdefault(element.name, []).append(_value(element, entry_schema(element.name, schema, root), root))
     entries = {name: found[0] if len(found) == 1 else found for name, found in values.items()}
     if stray:
         key = "$text"
@@ -177,7 +194,8 @@ def _object(elements: Iterable[Element], stray: str, schema: Schema, root: Schem
     return entries
 
 
-def _entry_schema(name: str, schema: Schema, root: Schema) -> Schema:
+def entry_schema(name: str, schema: Schema, root: Schema) -> Schema:
+    """The schema that types the entry `name` of an object; {} where none does."""
     choices = list(alternatives(schema, root))
     for choice in choices:
         properties = choice.get("properties")

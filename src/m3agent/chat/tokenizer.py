@@ -68,6 +68,10 @@ class Tokenizer:
     def is_control(self, number: int) -> bool:
         return number in self._control_text
 
+    def bytes_of(self, number: int) -> bytes:
+        """The bytes of an ordinary token; none for an id that the vocabulary lacks."""
+        return self._token_bytes(number) if number in self._vocabulary else b""
+
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text; never a control id. Lone surrogates, which no encoding can hold, become U+FFFD."""
         return list(self._encode_cached(text) if len(text) <= _CACHED_TEXT else self._encode(text))

@@ -62,16 +62,17 @@ def alternatives(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
     yield schema
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        yield from alternatives(_follow(reference, root), root, depth + 1)
+        yield from alternatives(follow(reference, root), root, depth + 1)
     for keyword in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(keyword)
         for choice in choices if isinstance(choices, list) else ():
             yield from alternatives(choice, root, depth + 1)
 
 
-def _follow(reference: str, root: Schema) -> Any:
+def follow(reference: str, root: Schema) -> Any:
+    """What a local reference (`#/…`, or `#`) points to; None where there is nothing."""
     target: Any = root
-    for step in reference[2:].split("/"):
+    for step in reference[2:].split("/") if len(reference) > 1 else ():
         if not isinstance(target, Mapping):
             return None
         target = target.get(step.replace("~1", "/").replace("~0", "~"))

@@ -239,7 +239,10 @@ class Engine:
             self._end(request, "length", logits=logits)
             return
         try:
-            token, logprob = choose(logits.numpy(), request.sampling, request.random)
+            allowed = None if request.guide is None else request.guide.allowed()
+            token, logprob = choose(logits.numpy(), request.sampling, request.random, allowed)
+            if request.guide is not None:
+                request.guide.accept(token)
         except Exception as error:
             self._end(request, "error", error)
             return

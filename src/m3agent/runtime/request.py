@@ -10,6 +10,7 @@ from torch import Tensor
 
 from m3agent.mailbox import Mailbox
 from m3agent.runtime.features import MediaRun
+from m3agent.runtime.guide import Guide
 from m3agent.runtime.kv.table import BlockTable
 from m3agent.runtime.sampling import Sampling, generator
 from m3agent.runtime.usage import Usage
@@ -44,6 +45,7 @@ class Request:
     runs: list[MediaRun]
     sampling: Sampling
     stop: frozenset[int]
+    guide: Guide | None = None
     logits: Tensor | None = None  # behind the last token, [vocab], when nothing is pending
     mailbox: Mailbox[Token | Ended] = field(default_factory=Mailbox)
     cancelled: bool = False

@@ -20,6 +20,7 @@ from m3agent.media.pixels import PixelSpec
 from m3agent.model import KVPages, M3Config, M3Model, load_model, resolve
 from m3agent.runtime.defaults import Defaults, stop_tokens
 from m3agent.runtime.engine import Engine
+from m3agent.runtime.guide import Guides
 from m3agent.runtime.sequence import Sequence
 from m3agent.runtime.usage import Stats
 
@@ -62,6 +63,7 @@ class Runtime:
         self.defaults = defaults
         self.can = Capabilities(images=pixels is not None, video=pixels is not None)
         self.stop_tokens = stop_tokens(tokenizer)
+        self.guides = Guides(tokenizer, self.config.text.vocab_size)
         self.placeholders = {"image": self.config.image_token_id, "video": self.config.video_token_id}
         self.merge = pixels.merge if pixels is not None else 1
         pages = _page_count(model, cache_tokens)

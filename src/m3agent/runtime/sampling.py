@@ -66,8 +66,15 @@ def generator(seed: int | None) -> torch.Generator:
     return source
 
 
-def choose(logits: NDArray[np.float32], sampling: Sampling, source: torch.Generator) -> tuple[int, float]:
+def choose(
+    logits: NDArray[np.float32],
+    sampling: Sampling,
+    source: torch.Generator,
+    allowed: NDArray[np.bool_] | None = None,
+) -> tuple[int, float]:
     """One token id from logits [vocab], and its log-probability under the model itself (temperature 1, no cut).
+
+    allowed: [vocab], the ids that may be chosen; the log-probability is that of the model without this restriction.
 
     Raises NumericalError when the logits hold NaN or no finite value at all.
     """
@@ -77,10 +84,11 @@ def choose(logits: NDArray[np.float32], sampling: Sampling, source: torch.Genera
         raise NumericalError(
             "the model's logits are not finite: broken weights, or numbers beyond its dtype; load it with torch.float32"
         )
+    open_logits = logits if allowed is None else np.where(allowed, logits, -np.inf)
     if sampling.temperature == 0.0 or sampling.top_k == 1:
-        token = top
+        token = top if allowed is None else int(open_logits.argmax())
     else:
-        token = _draw(logits, sampling, source)
+        token = _draw(open_logits, sampling, source)
     mass = float(np.exp(logits - np.float32(peak)).sum(dtype=np.float64))
     return token, float(logits[token]) - peak - math.log(mass)
 

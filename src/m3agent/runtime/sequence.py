@@ -14,6 +14,7 @@ from torch import Tensor
 from m3agent.errors import RuntimeClosed, SessionBusy
 from m3agent.media.pixels import Patches
 from m3agent.runtime.features import MediaRun, place
+from m3agent.runtime.guide import Guide
 from m3agent.runtime.kv import BlockTable
 from m3agent.runtime.request import Ended, Request, Token
 from m3agent.runtime.sampling import Sampling
@@ -78,20 +79,22 @@ class Sequence:
         if added:
             self._logits = None
 
-    def generate(self, sampling: Sampling | None = None) -> TokenStream:
+    def generate(self, sampling: Sampling | None = None, guide: Guide | None = None) -> TokenStream:
         """Compute what was appended, then generate: `async with s.generate() as stream: async for token in stream: …`.
 
-        sampling: None takes the checkpoint's own defaults. The work begins on entering. Leaving early, or being
+        sampling: None takes the checkpoint's own defaults. guide: says before each token which ones may come; it serves
+        one call (see `Runtime.guides`). The work begins on entering. Leaving early, or being
         cancelled, ends it within one step; the log then holds the tokens that were taken from the stream.
         Going on after leaving early, with nothing appended, computes the last token again.
         Raises ValueError for a stop token outside the vocabulary.
         Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed; iterating raises ContextOverflow when
-        the model's context or the KV cache is full, NumericalError for logits that are not finite, and whatever else
+        the model's context or the KV cache is full, NumericalError for logits that are not finite,
+        GuideError for a grammar that cannot go on, and whatever else
         went wrong inside the model.
         """
         sampling = sampling or self._runtime.defaults.sampling()
         sampling.check_stop(self._runtime.vocabulary)
-        return TokenStream(self, sampling)
+        return TokenStream(self, sampling, guide)
 
     async def logits(self) -> Tensor:
         """What the model expects after the last token, float32 [vocab]; computes what was appended first."""
@@ -145,7 +148,7 @@ class Sequence:
                 return item
         return None
 
-    def _begin(self, sampling: Sampling) -> Request:
+    def _begin(self, sampling: Sampling, guide: Guide | None) -> Request:
         if not self._tokens:
             raise ValueError("the sequence is empty; append a prompt first")
         table = self._table
@@ -154,7 +157,7 @@ class Sequence:
         stop = self._runtime.stop_tokens if sampling.stop is None else sampling.stop
         pending = self._tokens[table.cached :]
         self._runs = [run for run in self._runs if run.end > table.cached]
-        request = Request(table, pending, list(self._runs), sampling, stop, self._logits)
+        request = Request(table, pending, list(self._runs), sampling, stop, guide, self._logits)
         self._engine.submit(request)
         self._request = request
         return request
@@ -172,8 +175,9 @@ class Sequence:
 class TokenStream:
     """Made by `Sequence.generate`; an async context manager, and inside it an async iterator of `Token`."""
 
-    def __init__(self, sequence: Sequence, sampling: Sampling) -> None:
+    def __init__(self, sequence: Sequence, sampling: Sampling, guide: Guide | None = None) -> None:
         self.sampling = sampling
+        self._guide = guide
         self.finish: str | None = None  # "stop", "length", "cancelled" or "error", once it is known
         self._sequence = sequence
         self._request: Request | None = None
@@ -188,7 +192,7 @@ class TokenStream:
             raise RuntimeError("a stream can be entered once; call generate again")
         self._sequence._check_idle()
         await self._sequence._wait()
-        self._request = self._sequence._begin(self.sampling)
+        self._request = self._sequence._begin(self.sampling, self._guide)
         # A stream that is dropped without being left must not generate on.
         weakref.finalize(self, self._request.cancel).atexit = False
         return self

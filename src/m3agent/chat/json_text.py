@@ -1,0 +1,70 @@
+"""A value as JSON text in the grammar: llguidance's own rule for schemas, with numbers that every reader can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from m3agent.chat.values import Schema
+
+LARGEST = 10**15  # of numbers without bounds: no exponents, no infinity
+_ANY = "m3agent-any"
+_SPACES = r"[ \n\t]{1,12}"
+
+
+def json_rule(schema: Any, root: Schema, *, spaces: bool = False) -> str:
+    """`%json {…}`. root: where local references point into. spaces: let the text be laid out."""
+    bounded = _bounded(schema) if isinstance(schema, Mapping) else {"$ref": f"#/$defs/{_ANY}"}
+    definitions = {
+        key: {name: _bounded(part) for name, part in root[key].items()}
+        for key in ("$defs", "definitions")
+        if isinstance(root.get(key), Mapping)
+    }
+    definitions.setdefault("$defs", {})[_ANY] = _any_value()
+    layout: dict[str, Any] = {"whitespace_pattern": _SPACES} if spaces else {"whitespace_flexible": False}
+    options = {**layout, "lenient": True, "json_allowed_escapes": 'nrbtf\\"'}
+    return "%json " + json.dumps({"x-guidance": options, **bounded, **definitions})
+
+
+def _any_value() -> dict[str, Any]:
+    inside = {"$ref": f"#/$defs/{_ANY}"}
+    return {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "number", "minimum": -LARGEST, "maximum": LARGEST},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "array", "items": inside},
+            {"type": "object", "additionalProperties": inside},
+        ]
+    }
+
+
+def _bounded(schema: Any) -> Any:
+    """The schema with bounds on numbers, and with "anything" spelled out, at every place."""
+    if not isinstance(schema, Mapping) or schema == {}:
+        return False if schema is False else {"$ref": f"#/$defs/{_ANY}"}
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
+            out[key] = {name: _bounded(part) for name, part in value.items()}
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            out[key] = [_bounded(part) for part in value]
+        elif key in ("items", "additionalProperties") and value is not False:
+            out[key] = _bounded(value)
+        elif key not in ("title", "description", "default", "examples", "discriminator", "$schema", "$id"):
+            out[key] = value
+    kinds = out.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds or []
+    if "number" in kinds or "integer" in kinds:
+        if "minimum" not in out and "exclusiveMinimum" not in out:
+            out["minimum"] = min(-LARGEST, out.get("maximum", 0), out.get("exclusiveMaximum", 1) - 1)
+        if "maximum" not in out and "exclusiveMaximum" not in out:
+            out["maximum"] = max(LARGEST, out.get("minimum", 0), out.get("exclusiveMinimum", -1) + 1)
+    if "object" in kinds and "additionalProperties" not in out:
+        # Named properties are enough; without any, everything is.
+        out["additionalProperties"] = False if out.get("properties") else {"$ref": f"#/$defs/{_ANY}"}
+    if "array" in kinds and "items" not in out:
+        out["items"] = False if out.get("prefixItems") else {"$ref": f"#/$defs/{_ANY}"}
+    return out
