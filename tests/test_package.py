@@ -27,6 +27,7 @@ ROWS = [
     ["options"],
     ["approval", "limits"],
     ["hooks"],
+    ["output"],
     ["events"],
     ["tools"],
     ["content"],

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable
 from collections.abc import Sequence as Items
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import anyio
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_TURNS = 50
 
+T = TypeVar("T")
+
 
 class Agent:
     """What sessions have in common. An agent holds no conversation and no memory of its own.
@@ -44,6 +46,8 @@ class Agent:
             the run, and `session.run(approve={call_id: True})` goes on.
         hooks: functions called around turns and calls.
         price: what tokens cost; then `reply.cost` is counted, and runs can have a `max_cost`.
+        guided: hold calls to their tools' schemas while they are written. Without it a call that does not fit is
+            answered with an error, and `output=` is only asked for.
 
     Raises ToolDefinitionError for two tools of one name, ValueError for an unknown thinking mode.
     """
@@ -60,6 +64,7 @@ class Agent:
         approve: Approve | None = None,
         hooks: Hooks | None = None,
         price: Price | None = None,
+        guided: bool = True,
     ) -> None:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
@@ -74,6 +79,7 @@ class Agent:
         self._approve: Approve | None = approve
         self._hooks = hooks or Hooks()
         self._price = price
+        self._guided = guided
         self.instructions = instructions
         self.thinking: Thinking | None = thinking
         self.max_turns = max_turns
@@ -99,17 +105,29 @@ class Agent:
         history = History(runtime, self.instructions, thinking, self._tools, messages)
         sampling = self._sampling or runtime.defaults.sampling()
         defaults = RunOptions(max_turns=self.max_turns, sampling=sampling, approve=self._approve)
-        return Session(history, Setup(defaults, self._hooks, self._price))
+        return Session(history, Setup(defaults, self._hooks, self._price, self._guided))
 
-    async def run(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
+    @overload
+    async def run(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...
+    @overload
+    async def run(self, *parts: Content, output: type[T], **options: Unpack[RunOptions]) -> Reply[T]: ...
+    @overload
+    async def run(self, *parts: Content, output: Any, **options: Unpack[RunOptions]) -> Reply[Any]: ...
+    async def run(self, *parts: Content, output: Any = None, **options: Unpack[RunOptions]) -> Reply[Any]:
         """One run in a session of its own, as `Session.run`."""
         if inspect.isawaitable(self._runtime):
             async with self._opening:  # runs that begin together share one
                 if inspect.isawaitable(self._runtime):
                     self._runtime = await self._runtime
         async with self.session() as session:
-            return await session.run(*parts, **options)
+            return await session.run(*parts, output=output, **options)
 
-    def run_sync(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
+    @overload
+    def run_sync(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...
+    @overload
+    def run_sync(self, *parts: Content, output: type[T], **options: Unpack[RunOptions]) -> Reply[T]: ...
+    @overload
+    def run_sync(self, *parts: Content, output: Any, **options: Unpack[RunOptions]) -> Reply[Any]: ...
+    def run_sync(self, *parts: Content, output: Any = None, **options: Unpack[RunOptions]) -> Reply[Any]:
         """`run` for scripts, without an event loop. Raises RuntimeError inside one."""
-        return run_sync(lambda: self.run(*parts, **options))
+        return run_sync(lambda: self.run(*parts, output=output, **options))

@@ -63,6 +63,10 @@ class GuideError(M3Error):
     """Guided decoding cannot go on: a schema without a grammar, or a grammar that ran into its limits."""
 
 
+class NoOutput(M3Error):
+    """A run that was to answer in a type came to no answer; the message says why."""
+
+
 class ContextOverflow(M3Error):
     """The session's tokens no longer fit into the model's context or into the page pool."""
 

@@ -7,11 +7,16 @@ in call order. Calls that nobody has decided about end the run with `ApprovalNee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal
+
+from typing_extensions import TypeVar
 
 from m3agent.chat.parse_events import TextDelta, ThinkingDelta
 from m3agent.content import Message, ToolCall, ToolResult
+from m3agent.errors import NoOutput
+
+Out = TypeVar("Out", default=None)
 
 if TYPE_CHECKING:
     from m3agent.runtime.usage import Usage
@@ -88,7 +93,7 @@ class ToolResultEvent:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(Generic[Out]):
     """What a run came to.
 
     `text` and `thinking` are those of the last turn, `messages` all that the run added to the session, the user's
@@ -103,13 +108,24 @@ class Reply:
     usage: Usage
     stop: Stop
     cost: float | None = None
+    value: Out | NoOutput | None = field(default=None, repr=False)
+
+    @property
+    def output(self) -> Out:
+        """The answer in the type that the run was given as `output=`; None without one.
+
+        Raises NoOutput when the run came to none, because a limit or an approval ended it before.
+        """
+        if isinstance(self.value, NoOutput):
+            raise self.value
+        return self.value  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
 class Done:
     """The run is over."""
 
-    reply: Reply
+    reply: Reply[Any]
 
 
 Event = (

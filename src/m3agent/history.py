@@ -23,7 +23,7 @@ from m3agent.tools import Tool
 
 if TYPE_CHECKING:
     from m3agent.media.pixels import PixelSpec
-    from m3agent.runtime import Runtime, Sampling, Sequence, TokenStream
+    from m3agent.runtime import Guide, Runtime, Sampling, Sequence, TokenStream
 
 CANCELLED = "cancelled"
 NOT_APPROVED = "not approved"
@@ -110,9 +110,16 @@ class History:
             self.messages.append(message)
         return [answer.result for answer in refused]
 
-    def generate(self, sampling: Sampling) -> TokenStream:
+    async def guide(self, answer: dict[str, Any] | None) -> Guide | None:
+        """What holds the next turn to the tools' schemas, and to the answer's. Raises GuideError."""
+        definitions = self.definitions
+        if not definitions and answer is None:
+            return None
+        return await anyio.to_thread.run_sync(self.runtime.guides.turn, definitions, self.thinking, answer)
+
+    def generate(self, sampling: Sampling, guide: Guide | None = None) -> TokenStream:
         assert self._sequence is not None
-        return self._sequence.generate(sampling)
+        return self._sequence.generate(sampling, guide)
 
     def end_turn(self, message: Message) -> None:
         """The model's turn is over, by itself or not. Its tokens are in the log already."""

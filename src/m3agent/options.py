@@ -43,11 +43,12 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Setup:
-    """What the runs of a session have from its agent: options they need not be given, hooks, a price."""
+    """What the runs of a session have from its agent: options they need not be given, hooks, a price, guided or not."""
 
     defaults: RunOptions
     hooks: Hooks = field(default_factory=Hooks)
     price: Price | None = None
+    guided: bool = True
 
     def options(self, given: Mapping[str, Any]) -> RunOptions:
         """Those of a run. Raises TypeError, which names options that do not exist."""

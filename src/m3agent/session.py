@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import anyio
 
@@ -14,9 +14,12 @@ from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
 from m3agent.events import Reply
 from m3agent.history import History
 from m3agent.options import RunOptions, Setup
+from m3agent.output import output_of
 from m3agent.stream import RunStream
 from m3agent.tools import Tool
 from m3agent.turn_loop import Busy, Run
+
+T = TypeVar("T")
 
 
 class Session:
@@ -50,28 +53,51 @@ class Session:
     def tools(self) -> list[Tool[..., Any]]:
         return list(self._history.tools.values())
 
-    async def run(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
+    @overload
+    async def run(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...
+    @overload
+    async def run(self, *parts: Content, output: type[T], **options: Unpack[RunOptions]) -> Reply[T]: ...
+    @overload
+    async def run(self, *parts: Content, output: Any, **options: Unpack[RunOptions]) -> Reply[Any]: ...
+    async def run(self, *parts: Content, output: Any = None, **options: Unpack[RunOptions]) -> Reply[Any]:
         """Say something and let the model answer, calls of tools included, until a turn without calls.
 
         parts: texts, pictures, films, in their order; none lets the model go on from results that it has not seen.
+        output: the type of the answer, anything that pydantic has a schema for; the model is told it, and its answer
+        cannot be anything else. `reply.output` is the validated value. Tools may be called before.
         options: see `RunOptions`.
         Raises MediaError for a picture that cannot be used (nothing was added then), ConversationError,
         ContextOverflow, ValueError for a stop token outside the vocabulary (the same holds), SessionBusy,
-        RuntimeClosed, NumericalError. When cancelled, the session keeps what was generated and can go on.
+        RuntimeClosed, NumericalError, GuideError, ToolDefinitionError for an output without a schema. When cancelled,
+        the session keeps what was generated and can go on.
         """
-        async with self.stream(*parts, **options) as events:
+        async with self.stream(*parts, output=output, **options) as events:
             async for _ in events:
                 pass
             return events.reply
 
-    def stream(self, *parts: Content, **options: Unpack[RunOptions]) -> RunStream:
+    @overload
+    def stream(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> RunStream: ...
+    @overload
+    def stream(self, *parts: Content, output: type[T], **options: Unpack[RunOptions]) -> RunStream[T]: ...
+    @overload
+    def stream(self, *parts: Content, output: Any, **options: Unpack[RunOptions]) -> RunStream[Any]: ...
+    def stream(self, *parts: Content, output: Any = None, **options: Unpack[RunOptions]) -> RunStream[Any]:
         """The same run as events: `async with session.stream(…) as events: async for event in events: …`."""
         told = self._setup.options(options)
-        return RunStream(Run(self, self._history, self._busy, self._setup, parts, told, self._setup.limits(told)))
+        wanted = None if output is None else output_of(output)
+        limits = self._setup.limits(told)
+        return RunStream(Run(self, self._history, self._busy, self._setup, parts, told, limits, wanted))
 
-    def run_sync(self, *parts: Content, **options: Unpack[RunOptions]) -> Reply:
+    @overload
+    def run_sync(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...
+    @overload
+    def run_sync(self, *parts: Content, output: type[T], **options: Unpack[RunOptions]) -> Reply[T]: ...
+    @overload
+    def run_sync(self, *parts: Content, output: Any, **options: Unpack[RunOptions]) -> Reply[Any]: ...
+    def run_sync(self, *parts: Content, output: Any = None, **options: Unpack[RunOptions]) -> Reply[Any]:
         """`run` for code without an event loop. Raises RuntimeError inside one."""
-        return run_sync(lambda: self.run(*parts, **options))
+        return run_sync(lambda: self.run(*parts, output=output, **options))
 
     def add_tool(self, tool: Tool[..., Any]) -> None:
         """Give the model one more tool, before the first run only: tools stand at the front of the prompt.
@@ -124,7 +150,7 @@ def named_tools(tools: Items[Tool[..., Any]]) -> list[Tool[..., Any]]:
     return list(tools)
 
 
-def run_sync(run: Callable[[], Awaitable[Reply]]) -> Reply:
+def run_sync(run: Callable[[], Awaitable[Reply[T]]]) -> Reply[T]:
     """Run to the end in an event loop of its own. Raises RuntimeError where one is running already."""
     try:
         anyio.get_current_task()

@@ -11,16 +11,16 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self
 
 import anyio
 
-from m3agent.events import Event, Reply
+from m3agent.events import Event, Out, Reply
 from m3agent.hooks import called
 from m3agent.turn_loop import Run, TurnLoop
 
 
-class RunStream:
+class RunStream(Generic[Out]):
     """Events of one run: `async with session.stream(…) as events: async for event in events: …`.
 
     Made by `Session.stream`; nothing happens before the first event is asked for. Leaving the block early stops the
@@ -37,7 +37,7 @@ class RunStream:
         self._running: _Running | None = None  # while a step is on its way
 
     @property
-    def reply(self) -> Reply:
+    def reply(self) -> Reply[Out]:
         """What the run came to. Raises RuntimeError before `Done`."""
         if self._loop.reply is None:
             raise RuntimeError("the run has not ended: read the stream to its end first")

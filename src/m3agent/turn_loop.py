@@ -17,13 +17,14 @@ import anyio
 from m3agent.approval import Decision, checked_decisions
 from m3agent.background import Background
 from m3agent.calls import Calls, Surroundings
-from m3agent.content import Content, Message, ToolCall, content_parts
-from m3agent.errors import SessionBusy
+from m3agent.content import Content, Message, Text, ToolCall, content_parts
+from m3agent.errors import NoOutput, SessionBusy, ToolError
 from m3agent.events import ApprovalNeeded, Done, Event, Reply, Stop, ToolResultEvent, TurnFinished
 from m3agent.history import CANCELLED, Answer, History
 from m3agent.hooks import called
 from m3agent.limits import Limits
 from m3agent.options import RunOptions, Setup
+from m3agent.output import ATTEMPTS, Output
 from m3agent.turn import TurnReader
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Run:
     parts: tuple[Content, ...]
     options: RunOptions
     limits: Limits
+    output: Output[Any] | None = None
 
 
 class TurnLoop:
@@ -63,7 +65,7 @@ class TurnLoop:
         # Functions of the class, not bound methods: those would be a cycle, and keep a dropped stream alive.
         self.step: Callable[[TurnLoop], Awaitable[None]] | None = TurnLoop._start
         self.events: deque[Event] = deque()
-        self.reply: Reply | None = None
+        self.reply: Reply[Any] | None = None
         self._run = run
         self._history = run.history
         self._sampling = sampling
@@ -77,6 +79,8 @@ class TurnLoop:
         self._exit = AsyncExitStack()
         self._first_message = 0
         self._turns = 0
+        self._answers = 0  # that did not fit the output's type
+        self._value: Any = None
         self._usage = _no_usage()
 
     # Ending early ----------------------------------------------------------------------------------------------
@@ -114,6 +118,8 @@ class TurnLoop:
         history = self._history
         self._sampling.check_stop(history.runtime.vocabulary)
         parts = content_parts(self._run.parts)
+        if parts and self._run.output is not None:
+            parts = (*parts, Text(text=self._run.output.request))
         self._message = Message(role="user", parts=parts) if parts else None
         approve = self._run.options.get("approve")
         decisions = checked_decisions(approve if isinstance(approve, Mapping) else {}, history.pending)
@@ -140,7 +146,10 @@ class TurnLoop:
         if (hook := self._run.setup.hooks.before_model) is not None:
             await called(hook, self._run.session)
         most, self._cap = self._run.limits.of_turn(self._usage, self._sampling.max_tokens)
-        tokens = self._history.generate(replace(self._sampling, max_tokens=most))
+        guide = None
+        if self._run.setup.guided:
+            guide = await self._history.guide(None if self._run.output is None else self._run.output.schema)
+        tokens = self._history.generate(replace(self._sampling, max_tokens=most), guide)
         self._tokens = await self._exit.enter_async_context(tokens)
         self.step = TurnLoop._read_token
 
@@ -167,8 +176,10 @@ class TurnLoop:
     async def _after_turn(self) -> None:
         if calls := self._history.pending:
             self._run_calls(calls, {}, all_ask=False)
-        else:
+        elif self._run.output is None or self._read_answer(self._run.output):
             self._end("end")
+        else:
+            self.step = TurnLoop._send
 
     async def _after_cut(self) -> None:
         self._end(self._cap)
@@ -201,6 +212,18 @@ class TurnLoop:
             self._end(stop)
         else:
             self.step = TurnLoop._send
+
+    def _read_answer(self, output: Output[Any]) -> bool:
+        """Whether the run may end; False asks the model for another answer."""
+        try:
+            self._value = output.read(self._history.messages[-1].text)
+        except ToolError as error:
+            self._answers += 1
+            if self._answers < ATTEMPTS and self._run.limits.reached(self._turns, self._usage) is None:
+                self._message = Message(role="user", parts=(Text(text=str(error)),))
+                return False
+            self._value = NoOutput(str(error))
+        return True
 
     # Their parts -----------------------------------------------------------------------------------------------
 
@@ -245,7 +268,10 @@ class TurnLoop:
         messages = tuple(self._history.messages[self._first_message :])
         said = [message for message in messages if message.role == "assistant"]
         text, thinking = (said[-1].text, said[-1].thinking) if said else ("", "")
-        self.reply = Reply(text, thinking, messages, self._usage, stop, self._run.limits.cost_of(self._usage))
+        if stop != "end" and self._run.output is not None:
+            self._value = NoOutput(f"the run ended before an answer: {stop}")
+        cost = self._run.limits.cost_of(self._usage)
+        self.reply = Reply(text, thinking, messages, self._usage, stop, cost, self._value)
         self.events.append(Done(self.reply))
         self.step = None
         self._release()

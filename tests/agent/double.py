@@ -18,7 +18,8 @@ import anyio.lowlevel
 
 from m3agent.chat import ChatFormat, ReplyParser, Tokenizer
 from m3agent.media.pixels import Patches, PixelSpec
-from m3agent.runtime import Defaults, Sampling, Token, Usage
+from m3agent.runtime import Defaults, Guide, Sampling, Token, Usage
+from m3agent.runtime.guide import Guides
 from tests.runtime.tiny import write_tokenizer
 
 NS = "]<]minimax[>["
@@ -84,6 +85,7 @@ class ScriptedRuntime:
 
     def __post_init__(self) -> None:
         self.chat_format = ChatFormat(self.tokenizer)
+        self.guides = Guides(self.tokenizer, self.tokenizer.size)
 
     def says(self, *replies: str) -> Self:
         """Add turns; each is ended by the end token, unless it ends in "…" (a turn that only a limit ends)."""
@@ -120,7 +122,8 @@ class ScriptedSequence:
         self.check_idle()
         self._stream = weakref.ref(stream)
 
-    def generate(self, sampling: Sampling) -> ScriptedStream:
+    def generate(self, sampling: Sampling, guide: Guide | None = None) -> ScriptedStream:
+        """The script says what it says, the guide is not asked."""
         return ScriptedStream(self, sampling)
 
     def fork(self) -> ScriptedSequence:

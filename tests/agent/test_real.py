@@ -37,7 +37,7 @@ async def runtime(folder: Path) -> AsyncIterator[m3.Runtime]:
 def script(monkeypatch: pytest.MonkeyPatch, runtime: m3.Runtime) -> deque[int]:
     """The tokens that the model will choose, whatever it computes."""
     tokens: deque[int] = deque()
-    monkeypatch.setattr(engine, "choose", lambda logits, sampling, source: (tokens.popleft(), 0.0))
+    monkeypatch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
     return tokens
 
 
@@ -102,7 +102,7 @@ async def test_a_tool_with_too_much_to_say_does_not_end_the_session(folder: Path
 
     tokens: deque[int] = deque()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "choose", lambda logits, sampling, source: (tokens.popleft(), 0.0))
+        patch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
         async with m3.Runtime.open(folder, cache_tokens=cache_tokens) as runtime:
             session = m3.Agent(runtime, tools=[read]).session()
             say(tokens, runtime, block(call("read")), "It is long.", "Fine.")

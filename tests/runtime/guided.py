@@ -92,7 +92,7 @@ def walk(guide: TurnGuide, tokenizer: Tokenizer, begin: list[int], seed: int, li
         tokens = np.flatnonzero(allowed).tolist()
         closing = [t for t in tokens if tokenizer.is_control(t)]
         if not closing:
-            closing = [t for t in tokens if tokenizer.decode([t]) in set('"}]123abxy/')]
+            closing = [t for t in tokens if tokenizer.decode([t]) in set('"}]123abxy/@.-:T')]
         token = choose.choice(closing if closing and choose.random() < min(0.1 + len(ids) / 300, 0.95) else tokens)
         guide.accept(token)
         ids.append(token)
