@@ -66,7 +66,7 @@ async def draw(numbers: list[int], model: str | None) -> list[dict[str, Any]]:
                 if name == "attempts" and min(record["looks"], default=1) <= WITHIN:
                     record[name] = record["looks"]
                     continue
-                async with m3.Agent(runtime).session() as session:
+                async with m3.Agent(runtime, guided=False).session() as session:
                     result = await m3.loops.refine(
                         session, goal, render=renderer, checks=[check], on_event=count, **options
                     )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -68,6 +69,13 @@ def test_the_readme_shows_the_ten_lines_as_they_are():
     program = (ROOT / "examples" / "ten_lines.py").read_text("utf-8").strip()
     assert f"```python\n{program}\n```" in (ROOT / "README.md").read_text("utf-8")
     assert len([line for line in program.splitlines() if line]) <= 10
+
+
+@needs_nano
+def test_structured_output(tmp_path: Path) -> None:
+    printed = run("structured_output.py", tmp_path)
+    assert "[end; " in printed
+    assert re.search(r"^(circle|rectangle|triangle), .{0,12}, \d+ wide$", printed, re.MULTILINE)
 
 
 @pytest.mark.anyio

@@ -48,7 +48,7 @@ class Surroundings:
 
 class Calls:
     def __init__(self, calls: Sequence[ToolCall], history: History, surroundings: Surroundings) -> None:
-        self.events: Mailbox[ToolProgress | ToolFinished | None] = Mailbox()  # None: that was the last one
+        self._events = _Events()
         self.seconds = 0.0
         self._calls = calls
         self._history = history
@@ -56,17 +56,14 @@ class Calls:
         self._contexts = [self._context(call) for call in calls]
         self._answers: list[Answer | None] = [None] * len(calls)
         self._undecided: set[int] = set()
-        self._unread = 0
         self._limiter = anyio.CapacityLimiter(PARALLEL_CALLS)
         self._error: BaseException | None = None
         self.background = Background(self._run)
 
     async def next(self) -> ToolProgress | ToolFinished | None:
         """The next event, None after the last one. Raises what ended the calls, if it was no tool's fault."""
-        event = await self.events.get()
-        if isinstance(event, ToolProgress):
-            self._unread -= 1
-        elif event is None:
+        event = await self._events.get()
+        if event is None:
             await self.background.wait()
             error = self._error or self.background.error
             if error is not None:
@@ -96,7 +93,7 @@ class Calls:
                 await self._guarded(group, self._begin, group)
         finally:
             self.seconds = time.perf_counter() - began
-            self.events.put(None)
+            self._events.put(None)
 
     async def _guarded(self, group: TaskGroup, step: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         try:
@@ -139,7 +136,7 @@ class Calls:
     def _finish(self, index: int, answer: Answer, began: float | None) -> None:
         self._answers[index] = answer
         seconds = 0.0 if began is None else time.perf_counter() - began
-        self.events.put(ToolFinished(answer.result, seconds))
+        self._events.put(ToolFinished(answer.result, seconds))
 
     async def _asks(self, call: ToolCall) -> bool:
         """Whether a decision is needed. Raises ToolError for a call that cannot run: nobody is asked about it."""
@@ -178,9 +175,31 @@ class Calls:
         return result
 
     def _context(self, call: ToolCall) -> Context:
-        def report(value: Any) -> None:  # may be called from a tool's thread
-            if self._unread < UNREAD_PROGRESS:
-                self._unread += 1
-                self.events.put(ToolProgress(call.id, value))
+        # Of the events alone: a context that held these calls would be a cycle, and keep the session's tools alive.
+        events = self._events
+
+        def report(value: Any) -> None:
+            events.report(ToolProgress(call.id, value))
 
         return Context(call.name, call.id, deps=self._given.deps, session=self._given.session, on_progress=report)
+
+
+class _Events:
+    """What happened, until it is read; None is the end. Progress that nobody reads does not pile up."""
+
+    def __init__(self) -> None:
+        self._mailbox: Mailbox[ToolProgress | ToolFinished | None] = Mailbox()
+        self._unread = 0
+        self.put = self._mailbox.put
+
+    def report(self, event: ToolProgress) -> None:
+        """May be called from a tool's thread."""
+        if self._unread < UNREAD_PROGRESS:
+            self._unread += 1
+            self._mailbox.put(event)
+
+    async def get(self) -> ToolProgress | ToolFinished | None:
+        event = await self._mailbox.get()
+        if isinstance(event, ToolProgress):
+            self._unread -= 1
+        return event

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from m3agent.chat import check_tool_names
+from m3agent.chat.grammar import unenforced
 from m3agent.errors import ToolDefinitionError
 from m3agent.tools.arguments import Arguments
 from m3agent.tools.context import Context
@@ -46,6 +47,13 @@ class Tool(Generic[P, R]):
         described = {"description": self.description} if self.description else {}
         return {"name": self.name, **described, "parameters": self.parameters}
 
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of the schema that guided decoding does not hold the model to, as `path: keyword`; the validation of
+        a finished call does.
+        """
+        return unenforced(self.parameters)
+
     def bind(self, arguments: Mapping[str, Any], context: Context) -> tuple[list[Any], dict[str, Any]]:
         """JSON arguments → (args, kwargs) in the declared types. Raises ToolError with a text for the model."""
         return self._signature.bind(self._arguments.validate(arguments), context)
@@ -68,8 +76,7 @@ class Tool(Generic[P, R]):
         made = Tool(
             name, description, arguments.schema, function, JsonSignature(function, name), arguments, needs_approval
         )
-        check_tool_names(made.definition)
-        return made
+        return _checked(made)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
@@ -110,7 +117,7 @@ def tool(
     program has approved it.
 
     Raises ToolDefinitionError, which names the tool and the parameter. Warns (UserWarning) when the docstring
-    describes a parameter that does not exist.
+    describes a parameter that does not exist, and of what in the schema guided decoding cannot hold to.
     """
     local_names = _names_around_the_tool()
     if function is not None:
@@ -160,5 +167,17 @@ def _define(
         arguments,
         needs,
     )
+    return _checked(made)
+
+
+def _checked(made: Tool[..., Any]) -> Tool[..., Any]:
     check_tool_names(made.definition)
+    # Of a set pydantic asks for unique items, and takes others as well.
+    missed = [where for where in made.unenforced if not where.endswith("uniqueItems")]
+    if missed:
+        warnings.warn(
+            f"tool {made.name!r}: guided decoding does not hold the model to {', '.join(missed)}; a call that does not "
+            "fit is still refused when it is complete",
+            stacklevel=4,
+        )
     return made
