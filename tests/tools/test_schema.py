@@ -6,6 +6,7 @@ import base64
 import datetime
 import enum
 import json
+import threading
 import typing
 import warnings
 from dataclasses import dataclass
@@ -392,12 +393,19 @@ def test_image_10_unknown_results_are_refused(hint: Any) -> None:
         m3.tool(f)
 
 
-def test_generators_and_nameless_functions_are_refused() -> None:
+def test_generators_yield_what_a_result_may_be() -> None:
     def f() -> typing.Iterator[int]:
         yield 1
 
-    with pytest.raises(m3.ToolDefinitionError, match="generator"):
-        m3.tool(f)
+    def g() -> typing.Iterator[threading.Lock]:
+        yield threading.Lock()
+
+    assert m3.tool(f).parameters == {"type": "object", "properties": {}}
+    with pytest.raises(m3.ToolDefinitionError, match="neither text, JSON nor a picture"):
+        m3.tool(g)
+
+
+def test_nameless_functions_are_refused() -> None:
     with pytest.raises(m3.ToolDefinitionError, match="<lambda>"):
         m3.tool(lambda: 1)
 

@@ -6,15 +6,15 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, get_args, overload
 
 from m3agent.chat import check_tool_names
 from m3agent.chat.grammar import unenforced
-from m3agent.errors import ToolDefinitionError
 from m3agent.tools.arguments import Arguments
 from m3agent.tools.context import Context
 from m3agent.tools.docs import read_doc
 from m3agent.tools.hand_written import JsonArguments, JsonSignature
+from m3agent.tools.options import ToolOptions, check_options
 from m3agent.tools.results import check_return
 from m3agent.tools.signature import MISSING, Signature, read_signature
 
@@ -36,6 +36,9 @@ class Tool(Generic[P, R]):
     _signature: Signature | JsonSignature = field(repr=False)
     _arguments: Arguments | JsonArguments = field(repr=False)
     needs_approval: bool | Callable[..., Any] = field(default=False, repr=False)
+    timeout: float | None = field(default=None, repr=False)
+    retries: int = field(default=0, repr=False)
+    retry_on: tuple[type[Exception], ...] = field(default=(), repr=False)
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """JSON arguments → values in the declared types, by name. Raises ToolError with a text for the model."""
@@ -64,26 +67,21 @@ class Tool(Generic[P, R]):
         description: str,
         schema: Mapping[str, Any],
         function: Callable[..., Any],
-        *,
-        needs_approval: bool | Callable[..., Any] = False,
+        **options: Unpack[ToolOptions],
     ) -> Tool[..., Any]:
         """A tool from a hand-written JSON schema (2020-12) of its arguments, which is what the model is shown.
 
         `function(arguments)`, or `function(arguments, context)` with the second one annotated `m3agent.Context`, gets
-        the validated JSON values as a dict; it may be asynchronous. Raises ToolDefinitionError.
+        the validated JSON values as a dict; it may be asynchronous. options: see `ToolOptions`.
+        Raises ToolDefinitionError.
         """
         arguments = JsonArguments(name, schema)
-        made = Tool(
-            name, description, arguments.schema, function, JsonSignature(function, name), arguments, needs_approval
-        )
-        return _checked(made)
+        signature = JsonSignature(function, name)
+        told = check_options(name, options)
+        return _checked(Tool(name, description, arguments.schema, function, signature, arguments, **told))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
-
-
-Needs = bool | Callable[..., Any]
-"""Whether calls need approval: yes, no, or a function (plain or async) of the validated arguments that says so."""
 
 
 @overload
@@ -93,11 +91,11 @@ def tool(
     *,
     name: str | None = None,
     description: str | None = None,
-    needs_approval: Needs = False,
+    **options: Unpack[ToolOptions],
 ) -> Tool[P, R]: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, needs_approval: Needs = False
+    *, name: str | None = None, description: str | None = None, **options: Unpack[ToolOptions]
 ) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -105,7 +103,7 @@ def tool(
     *,
     name: str | None = None,
     description: str | None = None,
-    needs_approval: Needs = False,
+    **options: Unpack[ToolOptions],
 ) -> Any:
     """Make a tool from a typed function, synchronous (run in a thread) or asynchronous: `@tool` or `@tool(name=…)`.
 
@@ -113,18 +111,19 @@ def tool(
     `Annotated[T, pydantic.Field(description=…)]`. The model's arguments arrive as the declared types. A parameter
     annotated `m3agent.Context` is filled by the session. The function may return text, anything with a JSON form,
     `m3agent.Image`, `m3agent.Video`, a Pillow image, or a list of these; `m3agent.ToolError` tells the model why a
-    call failed. With `needs_approval`, True or a function of the arguments that says so, a call runs only when the
-    program has approved it.
+    call failed. What a generator yields, plain or async, is progress while it runs, and its last value the result.
+
+    options: see `ToolOptions`: approval, a time limit, retries.
 
     Raises ToolDefinitionError, which names the tool and the parameter. Warns (UserWarning) when the docstring
     describes a parameter that does not exist, and of what in the schema guided decoding cannot hold to.
     """
     local_names = _names_around_the_tool()
     if function is not None:
-        return _define(function, name or _name_of(function), description, local_names, needs_approval)
+        return _define(function, name or _name_of(function), description, local_names, options)
 
     def define(function: Callable[..., Any]) -> Tool[..., Any]:
-        return _define(function, name or _name_of(function), description, local_names, needs_approval)
+        return _define(function, name or _name_of(function), description, local_names, options)
 
     return define
 
@@ -144,13 +143,15 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _define(
-    function: Callable[..., Any], name: str, description: str | None, local_names: Mapping[str, Any], needs: Needs
+    function: Callable[..., Any],
+    name: str,
+    description: str | None,
+    local_names: Mapping[str, Any],
+    options: ToolOptions,
 ) -> Tool[..., Any]:
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ToolDefinitionError(f"tool {name!r} is a generator; return a list instead")
     signature = read_signature(function, name, local_names)
     if signature.returns is not MISSING:
-        check_return(name, signature.returns)
+        check_return(name, _result_of(function, signature.returns))
     doc = read_doc(function.__doc__ if inspect.isroutine(function) else type(function).__doc__)
     descriptions = {documented.lstrip("*"): text for documented, text in doc.parameters.items()}
     known = {parameter.name for parameter in signature.parameters}
@@ -165,9 +166,17 @@ def _define(
         function,
         signature,
         arguments,
-        needs,
+        **check_options(name, options),
     )
     return _checked(made)
+
+
+def _result_of(function: Callable[..., Any], returns: Any) -> Any:
+    """The type of the result, which is what a generator yields."""
+    plain = inspect.unwrap(function)
+    if not (inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)):
+        return returns
+    return next(iter(get_args(returns)), Any)
 
 
 def _checked(made: Tool[..., Any]) -> Tool[..., Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import aclosing, closing
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -18,6 +19,7 @@ from m3agent.tools.define import Tool
 from m3agent.tools.results import ResultPart, result_parts
 
 GRACE = 5.0  # seconds that a cancelled synchronous tool has to return
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before another try; doubled each time
 
 _log = logging.getLogger("m3agent.tools")
 
@@ -27,37 +29,88 @@ async def call_tool(
 ) -> list[ResultPart]:
     """Run the call. Raises ToolError, with a text for the model, for everything that went wrong inside.
 
-    When cancelled, `context.cancelled` is set; an asynchronous tool has finished its `finally` blocks before this
-    returns, a synchronous one is waited for up to `GRACE` seconds, then `context.abandoned` is set and its thread
-    goes on.
+    When cancelled, or when its time is over, `context.cancelled` is set; an asynchronous tool has finished its
+    `finally` blocks before this returns, a synchronous one is waited for up to `GRACE` seconds, then
+    `context.abandoned` is set and its thread goes on. An asynchronous tool that shields itself is waited for.
     """
     tool = tools.get(name)
     if tool is None:
         raise ToolError(f"There is no tool {clip(name, 100)!r}. Tools: {', '.join(tools) or 'none'}.")
     args, kwargs = tool.bind(arguments, context)
-    with anyio.CancelScope() as context.scope:
+    with anyio.CancelScope() as context.scope, anyio.move_on_after(tool.timeout) as limit:
         return await _run(tool, args, kwargs, context)
-    raise ToolError("cancelled")
+    if not limit.cancelled_caught:
+        raise ToolError("cancelled")
+    left = f"; it did not stop within {GRACE:.0f} s and was left running" if context.abandoned else ""
+    raise ToolError(f"timed out after {tool.timeout:g} s{left}")
 
 
 async def _run(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> list[ResultPart]:
     try:
-        if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
-            value = await tool.function(*args, **kwargs)
-        else:
-            value = await in_thread(lambda: tool.function(*args, **kwargs), context)
-            if inspect.isawaitable(value):  # a plain function that hands back a coroutine
-                value = await value
-        return result_parts(value)
+        return result_parts(await _attempts(tool, args, kwargs, context))
     except ToolError as error:
         raise ToolError(clip(str(error))) from error
     except (Exception, SystemExit) as error:  # a tool made of a script's main function must not end the program
         # The model can often go on; the traceback is for whoever listens to this logger.
         _log.info("tool %s failed", tool.name, exc_info=error)
-        raise ToolError(clip(f"{type(error).__name__}: {error}")) from error
+        raise ToolError(clip(_reason(error))) from error
     except anyio.get_cancelled_exc_class():
         context.cancel()
         raise
+
+
+async def _attempts(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> Any:
+    for attempt in range(tool.retries):
+        try:
+            return await _once(tool, args, kwargs, context)
+        except tool.retry_on as error:
+            _log.info("tool %s is tried again", tool.name, exc_info=error)
+        await anyio.sleep(min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE))
+    return await _once(tool, args, kwargs, context)
+
+
+async def _once(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> Any:
+    function = inspect.unwrap(tool.function)
+    if inspect.iscoroutinefunction(function):
+        return await tool.function(*args, **kwargs)
+    if inspect.isasyncgenfunction(function):
+        return await _last_of(tool.function(*args, **kwargs), context)
+    if inspect.isgeneratorfunction(function):
+        return await in_thread(lambda: _last(tool.function(*args, **kwargs), context), context)
+    value = await in_thread(lambda: tool.function(*args, **kwargs), context)
+    if inspect.isawaitable(value):  # a plain function that hands back a coroutine
+        return await value
+    return value
+
+
+async def _last_of(values: AsyncGenerator[Any], context: Context) -> Any:
+    """The last of an async generator's values; all of them are progress."""
+    value = None
+    async with aclosing(values):
+        async for value in values:
+            context.report(value)
+    return value
+
+
+def _last(values: Generator[Any, Any, Any], context: Context) -> Any:
+    """As `_last_of`, of a plain generator; what it returns, if anything, is the result."""
+    value = None
+    with closing(values):
+        while not context.cancelled:
+            try:
+                value = next(values)
+            except StopIteration as end:
+                return value if end.value is None else end.value
+            context.report(value)
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line. Of a group, the exceptions in it: the group itself only counts them."""
+    if isinstance(error, BaseExceptionGroup):
+        inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return "; ".join(_reason(part) for part in inside[:3])
+    return f"{type(error).__name__}: {error}"
 
 
 async def in_thread(function: Callable[[], Any], context: Context) -> Any:
@@ -69,6 +122,8 @@ async def in_thread(function: Callable[[], Any], context: Context) -> Any:
         try:
             # Set before the thread came to run: the wait below is already over, so nothing may start any more.
             return (None if context.cancelled else function(),)
+        except (StopIteration, GeneratorExit) as error:  # they would end the one who waits
+            raise RuntimeError(f"the tool raised {type(error).__name__}") from error
         finally:
             finished.set()
 
