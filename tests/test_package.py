@@ -15,7 +15,7 @@ ROOT = Path(m3agent.__file__).parent
 
 # From the top down: a module may import from its own row and from rows below.
 ROWS = [
-    ["cli"],
+    ["cli", "testing"],
     ["loops"],
     ["agent"],
     ["session"],

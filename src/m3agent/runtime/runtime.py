@@ -168,6 +168,33 @@ def _load(
     progress: Progress,
 ) -> Runtime:
     """Small files first: what is wrong with them is said before the weights are read."""
+    files = small_files(name)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded = load_model(files.folder, device=where, dtype=dtype, progress=progress)
+    return Runtime(
+        loaded,
+        files.tokenizer,
+        pixels=files.pixels,
+        defaults=files.defaults,
+        chat_format=files.chat_format,
+        cache_tokens=cache_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class SmallFiles:
+    """All of a checkpoint but its weights."""
+
+    folder: Path
+    config: M3Config
+    tokenizer: Tokenizer
+    defaults: Defaults
+    chat_format: ChatFormat
+    pixels: PixelSpec | None
+
+
+def small_files(name: str | Path | None) -> SmallFiles:
+    """Of a folder or hub id; None is the embedded m3-nano. Raises CheckpointError, ConfigError, MissingDependency."""
     if name is None and not (EMBEDDED / "config.json").is_file():
         raise CheckpointError("this copy of m3agent holds no m3-nano; name a checkpoint: Runtime.open('folder')")
     folder = EMBEDDED if name is None else resolve(name)
@@ -179,11 +206,7 @@ def _load(
     defaults = Defaults.from_folder(folder)
     chat_format = ChatFormat.load(folder, tokenizer)
     pixels = PixelSpec.from_folder(folder, config.vision) if config.vision is not None else None
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    loaded = load_model(folder, device=where, dtype=dtype, progress=progress)
-    return Runtime(
-        loaded, tokenizer, pixels=pixels, defaults=defaults, chat_format=chat_format, cache_tokens=cache_tokens
-    )
+    return SmallFiles(folder, config, tokenizer, defaults, chat_format, pixels)
 
 
 def _page_count(model: M3Model, cache_tokens: int | None) -> int:
