@@ -112,10 +112,10 @@ class History:
 
     async def guide(self, answer: dict[str, Any] | None) -> Guide | None:
         """What holds the next turn to the tools' schemas, and to the answer's. Raises GuideError."""
-        definitions = self.definitions
-        if not definitions and answer is None:
-            return None
-        return await anyio.to_thread.run_sync(self.runtime.guides.turn, definitions, self.thinking, answer)
+        definitions, guides = self.definitions, self.runtime.guides
+        if guides.compiled(definitions, answer):
+            return guides.turn(definitions, self.thinking, answer)
+        return await anyio.to_thread.run_sync(guides.turn, definitions, self.thinking, answer)
 
     def generate(self, sampling: Sampling, guide: Guide | None = None) -> TokenStream:
         assert self._sequence is not None

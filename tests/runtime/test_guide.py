@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import m3agent as m3
 from m3agent.chat import CallDamaged, CallFinished, ChatCall, Tokenizer, encode
 from m3agent.chat.elements import write_calls
 from m3agent.chat.grammar import unenforced
@@ -23,6 +26,7 @@ from m3agent.runtime.runtime import Opening
 from tests.agent.double import END, NS, ids_of
 from tests.runtime.guided import parameters, read, schemas, tool, walk
 from tests.runtime.tiny import write_tokenizer
+from tests.test_examples import needs_nano
 
 pytestmark = pytest.mark.anyio
 CHECKER = jsonschema.FormatChecker()
@@ -232,3 +236,60 @@ async def test_a_guide_that_fails_ends_its_own_request_alone(runtime: Runtime) -
 def test_a_schema_without_any_value_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(GuideError, match="no grammar"):
         guide_of(tokenizer, [], "disabled", {"type": "integer", "minimum": 5, "maximum": 1})
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(0.7, top_p=0.5), Sampling(1.0, top_k=3), Sampling(1.0, min_p=0.2)]
+)
+async def test_masks_hold_with_every_cut_and_log_probabilities_stay_the_models(
+    runtime: Runtime, sampling: Sampling
+) -> None:
+    schema = {"enum": ["north", "south"]}
+    sequence = runtime.sequence()
+    sequence.append([1, 2, 3])
+    expected = (await sequence.logits()).log_softmax(0)
+    guide = runtime.guides.turn([], "disabled", schema)
+    async with sequence.generate(replace(sampling, seed=1, max_tokens=20), guide) as stream:
+        tokens = [token async for token in stream]
+    assert runtime.tokenizer.decode(token.id for token in tokens[:-1]) in ('"north"', '"south"')
+    assert stream.finish == "stop"
+    # Of the first token (a quotation mark, which was forced) the model thought little, and that is what is told.
+    assert tokens[0].logprob == pytest.approx(float(expected[tokens[0].id]), abs=1e-4)
+    sequence.close()
+
+
+async def test_a_guide_belongs_to_one_call(runtime: Runtime) -> None:
+    """A stream that is left in the middle of a call, and a fork after it, go on with guides of their own."""
+    guide = runtime.guides.turn([STOCK], "disabled")
+    assert guide is not None
+    ns = runtime.tokenizer.control[NS]
+    guide.accept(ns)
+    sequence = runtime.sequence()
+    sequence.append([1, 2, ns])
+    async with sequence.generate(Sampling(0.0, max_tokens=50), guide) as stream:
+        await anext(stream)
+        await anext(stream)
+    assert runtime.tokenizer.decode(sequence.tokens[2:]) == f"{NS}<tool_call>\n"
+    other = sequence.fork()
+    async with other.generate(Sampling(0.0, max_tokens=3), runtime.guides.turn([STOCK], "disabled")) as stream:
+        assert len([token async for token in stream]) > 0  # free text again: the guide knows of its own turn alone
+    sequence.close()
+    other.close()
+
+
+@needs_nano
+async def test_m3_nano_draws_the_same_with_and_without_a_guide() -> None:
+    async with Runtime.open() as nano:
+        drawn = []
+        for guided in (True, False):
+            agent = m3.Agent(nano, tools=[draw], sampling=Sampling(0.0), guided=guided)
+            async with agent.session() as session:
+                await session.run("Draw this picture.", m3.Image(np.full((224, 224, 3), 90, np.uint8)), max_turns=2)
+                drawn.append(session.tokens)
+        assert drawn[0] == drawn[1]
+        assert NS in nano.tokenizer.decode(drawn[0])
+
+
+@m3.tool(name="render", description="Render SVG code and look at the picture.")
+def draw(code: str) -> m3.Image:
+    return m3.loops.SvgRenderer().render(code)

@@ -57,13 +57,17 @@ class Guides:
         """
         if not tools and answer is None:
             return None
-        key = json.dumps([tools, answer])
+        key = _key(tools, answer)
         with self._lock:
             matcher = self._matchers.pop(key, None) or self._compile(tools, answer)
             self._matchers[key] = matcher  # the one used last is the last to go
             if len(self._matchers) > _CACHED:
                 del self._matchers[next(iter(self._matchers))]
             return TurnGuide(matcher.deep_copy(), self._tokenizer, self._vocabulary, thinking, answer is not None)
+
+    def compiled(self, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None = None) -> bool:
+        """Whether `turn` has nothing to compile, and is a matter of microseconds."""
+        return (not tools and answer is None) or _key(tools, answer) in self._matchers
 
     def _compile(self, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> LLMatcher:
         from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper  # 10 ms, and only where something is guided
@@ -78,6 +82,10 @@ class Guides:
         if matcher.is_error():
             raise GuideError(f"no grammar for these schemas: {matcher.get_error()}")
         return matcher
+
+
+def _key(tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> str:
+    return json.dumps([tools, answer])
 
 
 class TurnGuide:

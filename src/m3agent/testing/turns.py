@@ -93,7 +93,7 @@ def shown(ids: Sequence[int], tokenizer: Tokenizer) -> list[Shown]:
 def _blocks(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[str, str, bool]]:
     begin, end = tokenizer.control_id(markers.ROLE), tokenizer.control_id(markers.END)
     starts = [place for place, token in enumerate(ids) if token == begin]
-    for start, after in zip(starts, [*starts[1:], len(ids)], strict=True):
+    for start, after in zip(starts, [*starts, len(ids)][1:], strict=True):
         body = list(ids[start + 1 : after])
         closed = end in body
         role, _, text = tokenizer.decode(body[: body.index(end)] if closed else body).partition("\n")
