@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from m3agent.kernels.msa import Paged
 from m3agent.model.pages import KVPages
 
 
@@ -51,9 +52,41 @@ class Placed:
     slots: slice | Tensor
 
 
-def place(spans: list[Span], pages: KVPages) -> list[Placed]:
+@dataclass(frozen=True)
+class Together:
+    """Spans of equal length in a row, rows `begin` to `end`, which a GPU takes in one go."""
+
+    begin: int
+    end: int
+    paged: Paged
+
+
+class Batch(list[Placed]):
+    """The placed spans of one forward pass."""
+
+    @cached_property
+    def groups(self) -> list[Together]:
+        """One-token spans in a row together, every other span by itself. The same for all layers: made once."""
+        groups: list[list[Placed]] = []
+        for p in self:
+            single = p.end - p.begin == 1
+            if single and groups and groups[-1][0].end - groups[-1][0].begin == 1:
+                groups[-1].append(p)
+            else:
+                groups.append([p])
+        return [Together(g[0].begin, g[-1].end, _paged([p.span for p in g])) for g in groups]
+
+
+def _paged(spans: list[Span]) -> Paged:
+    device = spans[0].table.device
+    tables = torch.nn.utils.rnn.pad_sequence([span.table for span in spans], batch_first=True)
+    starts = torch.tensor([span.start for span in spans]).to(device)
+    return Paged(tables, starts, max(span.end for span in spans))
+
+
+def place(spans: list[Span], pages: KVPages) -> Batch:
     """Check the spans against the pages and find every token's slot. Raises ValueError on a span that cannot run."""
-    placed: list[Placed] = []
+    placed = Batch()
     begin = 0
     block = pages.block_size
     for span in spans:

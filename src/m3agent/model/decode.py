@@ -14,14 +14,14 @@ from torch import Tensor
 
 from m3agent.kernels.linear import linear
 from m3agent.kernels.swiglu import swiglu_oai
-from m3agent.model.batch import Placed
+from m3agent.model.batch import Batch
 from m3agent.model.config import TextConfig
 from m3agent.model.pages import KVPages
 from m3agent.model.text import Rope, attend
 from m3agent.model.weights import DenseWeights, MoeWeights, Weights
 
 
-def decode_token(x: Tensor, w: Weights, t: TextConfig, rope: Rope, batch: list[Placed], pages: KVPages) -> Tensor:
+def decode_token(x: Tensor, w: Weights, t: TextConfig, rope: Rope, batch: Batch, pages: KVPages) -> Tensor:
     """x: the token's embedding, [1, hidden] float32 → its logits, [1, vocab] float32. Writes into the pages."""
     eps = t.rms_norm_eps
     for layer, weights in enumerate(w.layers):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m3agent.kernels import msa
 from m3agent.kernels.attention import causal_attention
 from m3agent.kernels.experts import gated_mlp, routed_experts
 from m3agent.kernels.linear import linear
@@ -13,7 +14,7 @@ from m3agent.kernels.norm_rope import norm_rope
 from m3agent.kernels.router import route
 from m3agent.kernels.select import block_scores, past_scores, select_blocks, select_past
 from m3agent.kernels.sparse_attention import sparse_attention, token_attention
-from m3agent.model.batch import Placed
+from m3agent.model.batch import Batch, Placed
 from m3agent.model.config import TextConfig
 from m3agent.model.pages import KVPages
 from m3agent.model.weights import AttentionWeights, DenseWeights, LayerWeights, MoeWeights
@@ -32,7 +33,7 @@ def gained_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def decoder_layer(
-    x: Tensor, w: LayerWeights, layer: int, t: TextConfig, rope: Rope, batch: list[Placed], pages: KVPages
+    x: Tensor, w: LayerWeights, layer: int, t: TextConfig, rope: Rope, batch: Batch, pages: KVPages
 ) -> Tensor:
     """x: [tokens, hidden] → the same; writes the tokens' k, v and index keys of this layer into the pages."""
     attended = attention(gained_norm(x, w.attention.norm, t.rms_norm_eps), w.attention, layer, t, rope, batch, pages)
@@ -51,14 +52,14 @@ def mlp(x: Tensor, w: DenseWeights | MoeWeights, t: TextConfig) -> Tensor:
 
 
 def attention(
-    x: Tensor, w: AttentionWeights, layer: int, t: TextConfig, rope: Rope, batch: list[Placed], pages: KVPages
+    x: Tensor, w: AttentionWeights, layer: int, t: TextConfig, rope: Rope, batch: Batch, pages: KVPages
 ) -> Tensor:
     """x: [tokens, hidden], normed → [tokens, heads · head_dim], before the output projection."""
     return attend(linear(x, w.qkv), w, layer, t, rope, batch, pages)
 
 
 def attend(
-    rows: Tensor, w: AttentionWeights, layer: int, t: TextConfig, rope: Rope, batch: list[Placed], pages: KVPages
+    rows: Tensor, w: AttentionWeights, layer: int, t: TextConfig, rope: Rope, batch: Batch, pages: KVPages
 ) -> Tensor:
     """rows: [tokens, …], what the fused projection made → [tokens, heads · head_dim]."""
     q, k, v, iq, ik = split_heads(rows, w, t, rope, t.sparse_layers[layer])
@@ -71,6 +72,8 @@ def attend(
         v_slots[p.slots] = v[here]
         if ik is not None and ik_slots is not None:
             ik_slots[p.slots] = ik[here]
+    if msa.supported(q, k_pages, ik_pages, t.local_blocks):
+        return attend_on_gpu(q, iq, k_pages, v_pages, ik_pages, t, batch).flatten(1)
     outs: list[Tensor] = []
     for p in batch:
         here = slice(p.begin, p.end)
@@ -81,6 +84,21 @@ def attend(
         else:
             outs.append(sparse_span(q[here], iq[here], k_pages, v_pages, ik_pages, p, t))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+
+def attend_on_gpu(
+    q: Tensor, iq: Tensor | None, k: Tensor, v: Tensor, ik: Tensor | None, t: TextConfig, batch: Batch
+) -> Tensor:
+    """The same as span by span, by the fast kernels: one-token spans together. Returns [tokens, heads, head_dim]."""
+    choice = msa.Choice(t.topk_blocks, t.local_blocks, t.init_blocks)
+    outs: list[Tensor] = []
+    for g in batch.groups:
+        here = slice(g.begin, g.end)
+        if iq is None or ik is None:
+            outs.append(msa.full(q[here], k, v, g.paged))
+        else:
+            outs.append(msa.sparse(q[here], iq[here], k, v, ik, g.paged, choice))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def split_heads(
