@@ -20,6 +20,7 @@ from m3agent.hooks import Hooks
 from m3agent.limits import Price
 from m3agent.options import RunOptions, Setup
 from m3agent.session import Session, named_tools, run_sync
+from m3agent.subagent import agent_tool
 from m3agent.tools import Tool
 
 if TYPE_CHECKING:
@@ -106,6 +107,19 @@ class Agent:
         sampling = self._sampling or runtime.defaults.sampling()
         defaults = RunOptions(max_turns=self.max_turns, sampling=sampling, approve=self._approve)
         return Session(history, Setup(defaults, self._hooks, self._price, self._guided))
+
+    def as_tool(
+        self, *, name: str = "agent", description: str = "", fork: bool = False, output: Any = None
+    ) -> Tool[..., Any]:
+        """This agent as a tool of another one: `Agent(runtime, tools=[researcher.as_tool(name="research")])`.
+
+        Each call runs the task that the model writes in a session of its own, whose events are the call's progress and
+        whose usage counts for the run; the final text, or the JSON of `output`, is the result. A run that a limit ends
+        is an error for the caller. fork: run on a fork of the calling session instead, with its instructions, tools and
+        whole past, which it shares without computing anything twice. Agents may be 4 deep inside each other.
+        """
+        said = description or "Hand a task to another agent, which works on it alone and answers with the outcome."
+        return agent_tool(self, name, said, fork, output)
 
     @overload
     async def run(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...

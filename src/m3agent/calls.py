@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -26,6 +26,9 @@ from m3agent.mailbox import Mailbox
 from m3agent.tools import Context
 from m3agent.tools.arguments import clip
 from m3agent.tools.execute import GRACE, call_tool
+
+if TYPE_CHECKING:
+    from m3agent.runtime import Usage
 
 PARALLEL_CALLS = 8
 UNREAD_PROGRESS = 1000  # values that wait for a reader; beyond, further ones are dropped
@@ -69,6 +72,11 @@ class Calls:
             if error is not None:
                 raise error
         return event
+
+    @property
+    def spent(self) -> list[Usage]:
+        """What agents used that ran inside the calls."""
+        return [usage for context in self._contexts for usage in context.spent]
 
     def answers(self) -> list[Answer]:
         """When all are over, one for each call but those that nobody has decided about."""

@@ -6,6 +6,7 @@ with their file's bytes in base64. What the model computes on are the session's 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
@@ -79,18 +80,38 @@ class ToolResult(_Plain):
         return _join(self.parts)
 
 
+class ToolChange(_Plain):
+    """Tools that came or went in the middle of a session. `added` are their definitions."""
+
+    type: Literal["tools"] = "tools"
+    added: tuple[dict[str, Any], ...] = ()
+    removed: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """How the model is told, before the rest of the user's message."""
+        lines: list[str] = []
+        if self.added:
+            definitions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.added)
+            lines.append(f"From now on there are these tools, too:\n<tools>\n{definitions}\n</tools>\n\n")
+        if self.removed:
+            lines.append(f"From now on there is no tool {', '.join(self.removed)} any more.\n\n")
+        return "".join(lines)
+
+
 Part = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Thinking, Tag("thinking")]
     | Annotated[ToolCall, Tag("call")]
     | Annotated[ToolResult, Tag("result")]
+    | Annotated[ToolChange, Tag("tools")]
     | Annotated[Image, Tag("image")]
     | Annotated[Video, Tag("video")],
     Discriminator(_kind),
 ]
 
 _KINDS_OF = {
-    "user": ("text", "image", "video"),
+    "user": ("tools", "text", "image", "video"),
     "assistant": ("thinking", "text", "call"),
     "tool": ("result",),
 }

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
 from m3agent import chat
-from m3agent.chat import ChatCall, ChatMessage, MediaPart, Prompt, markers
+from m3agent.chat import ChatMessage, Prompt, markers
 from m3agent.chat.messages import Thinking
-from m3agent.content import Message, Text, ToolCall, ToolResult
-from m3agent.errors import ContextOverflow, ConversationError, MediaError, RuntimeClosed, ToolError
-from m3agent.media import Image, Video
+from m3agent.content import Message, Text, ToolCall, ToolChange, ToolResult
+from m3agent.cutting import LEAST, cut_result
+from m3agent.errors import ContextOverflow, ConversationError, RuntimeClosed, ToolDefinitionError, ToolError
 from m3agent.tools import Tool
+from m3agent.transcript import chat_messages, complete, result_message
 
 if TYPE_CHECKING:
-    from m3agent.media.pixels import PixelSpec
     from m3agent.runtime import Guide, Runtime, Sampling, Sequence, TokenStream
 
 CANCELLED = "cancelled"
@@ -37,6 +37,7 @@ class Answer:
     result: ToolResult
     message: ChatMessage
     tokens: int
+    original: ToolResult | None = None  # of a result that was cut
 
 
 class History:
@@ -51,7 +52,10 @@ class History:
         self.runtime = runtime
         self.thinking: Thinking = thinking
         self.tools = {tool.name: tool for tool in tools}
-        self.messages = _complete(messages)
+        self.messages = complete(messages)
+        self.whole: dict[str, str] = {}  # by call: the texts of results that were cut
+        self._head: list[dict[str, Any]] | None = None  # the tools in the head, once it is in the log
+        self._changes: list[ToolChange] = []  # of tools, that the model is not told yet
         self.calls = sum(len(message.calls) for message in self.messages)  # so far; call ids count on
         self._instructions = instructions
         # The results of the last turn, by call, which are not in the log yet. Those of `messages` are measured late.
@@ -67,6 +71,24 @@ class History:
     def started(self) -> bool:
         """The head, tools included, is in the log and cannot change any more."""
         return self._sequence is not None
+
+    def add_tool(self, tool: Tool[..., Any]) -> None:
+        """Raises ToolDefinitionError for a name that is taken."""
+        if tool.name in self.tools:
+            raise ToolDefinitionError(f"there is a tool {tool.name!r} already; give one of them another name")
+        self.tools[tool.name] = tool
+        if self.started:
+            self._changes.append(ToolChange(added=(tool.definition,)))
+
+    def remove_tool(self, name: str) -> None:
+        """Raises ToolDefinitionError for a name that no tool has."""
+        if name not in self.tools:
+            raise ToolDefinitionError(
+                f"there is no tool {name!r} to remove; there are: {', '.join(self.tools) or 'none'}"
+            )
+        del self.tools[name]
+        if self.started:
+            self._changes.append(ToolChange(removed=(name,)))
 
     @property
     def tokens(self) -> list[int]:
@@ -94,6 +116,9 @@ class History:
         to send), ContextOverflow, RuntimeClosed; then nothing was added.
         """
         refused = [self.error(call.id, NOT_APPROVED) for call in self.pending]
+        changes = list(self._changes)
+        if changes and (message is not None or self._waiting or refused):
+            message = Message(role="user", parts=(*changes, *(message.parts if message is not None else ())))
         prompt = await anyio.to_thread.run_sync(self._prompt, message, refused)
         if self._closed:
             raise RuntimeClosed("the session is closed")
@@ -104,6 +129,8 @@ class History:
         # Nothing below waits: message and tokens enter together.
         sequence.append(prompt.ids, prompt.media)
         self._sequence = sequence
+        self._head = self._head or self.definitions
+        del self._changes[: len(changes)]
         self._enter(refused)
         self._waiting, self._restored, self._cut = {}, [], True
         if message is not None:
@@ -125,33 +152,38 @@ class History:
         """The model's turn is over, by itself or not. Its tokens are in the log already."""
         self.messages.append(message)
         self.calls += len(message.calls)
-        self._cut = self.tokens[-1] != self.runtime.tokenizer.control_id(markers.END)
+        assert self._sequence is not None
+        self._cut = self._sequence.last != self.runtime.tokenizer.control_id(markers.END)
 
     async def prepare(self, result: ToolResult) -> Answer:
-        """A result, its pictures decoded and cut into patches. Raises MediaError, ToolError for one that is absurdly
-        long.
+        """A result, its pictures decoded and cut into patches; a text that is too long for the context is cut, and
+        kept whole beside. Raises MediaError, ToolError for pictures that do not fit.
         """
         return await anyio.to_thread.run_sync(self._prepared, result)
 
     def error(self, call_id: str, text: str) -> Answer:
         """A result that only says, in a short text, why there is none."""
-        return self._measured(error_result(call_id, text))
+        return self.measured(error_result(call_id, text))
 
     def add_results(self, answers: Items[Answer]) -> list[ToolResult]:
         """Results of the last turn's calls, in call order, of all or some; they go into the log with the next `send`.
 
-        One that would not fit there becomes an error that says so; the results are returned as they were added.
+        Those that would not fit there together are cut to equal shares of the room, or become errors that say so; the
+        results are returned as they were added.
         """
         room = self._room()
         short = self.error("", _too_long(f"{room}", room)).tokens
         room -= short * (len(self.pending) - len(answers))
-        later = sum(min(answer.tokens, short) for answer in answers)
+        share = max(_share([answer.tokens for answer in answers], room), short)
         added: list[Answer] = []
         for answer in answers:
-            later -= min(answer.tokens, short)
-            if answer.tokens > max(room - later, short):
-                answer = self.error(answer.result.call_id, _too_long(f"{answer.tokens}", room - later))
-            room -= answer.tokens
+            if answer.tokens > share:
+                try:
+                    answer = self._fitted(answer, share)
+                except ToolError as error:
+                    answer = self.error(answer.result.call_id, str(error))
+            if answer.original is not None:
+                self.whole[answer.result.call_id] = answer.original.text
             added.append(answer)
         self._enter(added)
         return [answer.result for answer in added]
@@ -171,6 +203,7 @@ class History:
     def fork(self) -> History:
         other = History(self.runtime, self._instructions, self.thinking, self.tools.values())
         other.messages, other.calls = list(self.messages), self.calls
+        other.whole, other._head, other._changes = dict(self.whole), self._head, list(self._changes)
         other._restored, other._waiting = list(self._restored), dict(self._waiting)
         other._cut, other._closed = self._cut, self._closed
         other._sequence = None if self._sequence is None else self._sequence.fork()
@@ -188,13 +221,13 @@ class History:
             raise ConversationError("there is nothing to answer: pass a text or a picture")
         spec = self.runtime.pixels
         answers = [waiting[call.id] for call in self._last_calls if call.id in waiting]
-        added = [part.message if isinstance(part, Answer) else _result_message(part, spec) for part in answers]
-        added += _chat([message], spec) if message is not None else []
+        added = [part.message if isinstance(part, Answer) else result_message(part, spec) for part in answers]
+        added += chat_messages([message], spec) if message is not None else []
         if self._sequence is not None:
             segments = self.runtime.chat_format.render_next(added, self.thinking, after_cut=self._cut)
         else:
             head = [ChatMessage("developer", [self._instructions])] if self._instructions else []
-            restored = _chat(self._restored, spec)
+            restored = chat_messages(self._restored, spec)
             segments = self.runtime.chat_format.render([*head, *restored, *added], self.definitions, self.thinking)
         texts = "".join(segment.text for segment in segments if isinstance(segment, chat.Text))
         limit = self.runtime.context_length
@@ -204,13 +237,32 @@ class History:
 
     def _prepared(self, result: ToolResult) -> Answer:
         """Runs in a thread."""
-        limit = self.runtime.context_length
-        if self.runtime.tokenizer.exceeds(result.text, limit):
-            raise ToolError(_too_long(f"over {limit}", self._room()))
-        return self._measured(result)
+        tool = self.tools.get(next((call.name for call in self._last_calls if call.id == result.call_id), ""))
+        keep, room = len(result.text), self._room()
+        if tool is not None and tool.max_result is not None:
+            keep = min(keep, tool.max_result)
+        if self.runtime.tokenizer.exceeds(result.text[:keep], self.runtime.context_length):
+            keep = max(4 * room, LEAST)  # not even tokenised whole; four characters a token are more than enough
+        answer = self._cut_to(result, keep)
+        return self._fitted(answer, room) if answer.tokens > room else answer
 
-    def _measured(self, result: ToolResult) -> Answer:
-        message = _result_message(result, self.runtime.pixels)
+    def _fitted(self, answer: Answer, room: int) -> Answer:
+        """The answer with its text cut so far that it fits. Raises ToolError where that leaves nothing of it."""
+        original, keep, found = answer.original or answer.result, len(answer.result.text), answer
+        while found.tokens > room:
+            keep = min(keep * 9 // 10, int(keep * 0.95 * max(room, 0) / found.tokens))
+            if keep < LEAST:
+                raise ToolError(_too_long(f"{answer.tokens}", room))
+            found = self._cut_to(original, keep)
+        return found
+
+    def _cut_to(self, original: ToolResult, keep: int) -> Answer:
+        result = cut_result(original, keep, "read_result" in self.tools)
+        return replace(self.measured(result), original=None if result is original else original)
+
+    def measured(self, result: ToolResult) -> Answer:
+        """A result without pictures, which is as quick as its text is short; others go through `prepare`."""
+        message = result_message(result, self.runtime.pixels)
         return Answer(result, message, self._tokens([message]) - self._tokens([]))
 
     def _tokens(self, messages: Items[ChatMessage]) -> int:
@@ -234,55 +286,11 @@ def _too_long(tokens: str, room: int) -> str:
     return f"the result has {tokens} tokens; there is room for {max(room, 0)}"
 
 
-def _chat(messages: Iterable[Message], spec: PixelSpec | None) -> list[ChatMessage]:
-    found: list[ChatMessage] = []
-    for message in messages:
-        if message.role == "tool":
-            found += [_result_message(result, spec) for result in message.results]
-        elif message.role == "assistant":
-            # A call too damaged to have a name still has a result, which must not lose its place.
-            calls = [ChatCall(call.name or "unreadable", call.arguments) for call in message.calls]
-            found.append(ChatMessage("assistant", [message.text], message.thinking or None, calls))
-        else:
-            found.append(ChatMessage("user", _chat_parts(message.parts, spec)))
-    return found
-
-
-def _result_message(result: ToolResult, spec: PixelSpec | None) -> ChatMessage:
-    return ChatMessage("tool", _chat_parts(result.parts, spec))
-
-
-def _chat_parts(parts: Iterable[Any], spec: PixelSpec | None) -> list[str | MediaPart]:
-    found: list[str | MediaPart] = []
-    for part in parts:
-        if isinstance(part, Image | Video):
-            found.append(_media_part(part, spec))
-        elif isinstance(part, Text):
-            found.append(part.text)
-    return found
-
-
-def _media_part(media: Image | Video, spec: PixelSpec | None) -> MediaPart:
-    if spec is None:
-        raise MediaError("this model has no vision tower: it reads text alone")
-    from m3agent.media.pixels import image_patches, video_patches  # imports torch, so not before a model is open
-
-    media.load()
-    if isinstance(media, Image):
-        return MediaPart(image_patches(media.rgb, spec))
-    return MediaPart(video_patches(media.frames, media.timestamps, spec))
-
-
-def _complete(messages: Items[Message]) -> list[Message]:
-    """Messages to start from, checked. Calls at their end may lack results: they are pending."""
-    checked = list(messages)
-    called: list[str] = []
-    for index, message in enumerate(checked):
-        answered = [result.call_id for result in message.results]
-        last = index == len(checked) - 1
-        if answered != ([call for call in called if call in answered] if last and message.role == "tool" else called):
-            raise ConversationError(f"the calls {called} need results in this order, the messages have {answered}")
-        called = [call.id for call in message.calls]
-        if len(set(called)) < len(called):
-            raise ConversationError(f"the calls of one turn need ids that differ, not {called}")
-    return checked
+def _share(sizes: Items[int], room: int) -> int:
+    """The most that each may have, so that all fit; what a small one leaves over goes to the others."""
+    left = len(sizes)
+    for size in sorted(sizes):
+        if size > room // left:
+            return room // left
+        room, left = room - size, left - 1
+    return max(sizes, default=0)

@@ -9,8 +9,8 @@ from typing import Any, Self, TypeVar, Unpack, overload
 
 import anyio
 
-from m3agent.content import Content, Message, ToolCall
-from m3agent.errors import ConversationError, SessionBusy, ToolDefinitionError
+from m3agent.content import Content, Message, ToolCall, ToolResult
+from m3agent.errors import SessionBusy, ToolDefinitionError
 from m3agent.events import Reply
 from m3agent.history import History
 from m3agent.options import RunOptions, Setup
@@ -100,18 +100,35 @@ class Session:
         return run_sync(lambda: self.run(*parts, output=output, **options))
 
     def add_tool(self, tool: Tool[..., Any]) -> None:
-        """Give the model one more tool, before the first run only: tools stand at the front of the prompt.
+        """Give the model one more tool. After the first run that is told in the next message: the tools at the front
+        of the prompt stay as they are, and nothing is computed again.
 
-        Raises ConversationError after the first run, ToolDefinitionError for a name that is taken.
+        Raises SessionBusy during a run, ToolDefinitionError for a name that is taken.
         """
-        if self._history.started or self._busy.held:
-            raise ConversationError(
-                f"tool {tool.name!r} comes too late: tools stand at the front of the prompt, and adding one after the "
-                "first run would throw away all that was computed; start a new session"
-            )
-        if tool.name in self._history.tools:
-            raise ToolDefinitionError(f"there is a tool {tool.name!r} already; give one of them another name")
-        self._history.tools[tool.name] = tool
+        self._check_idle("a tool cannot be added during a run")
+        self._history.add_tool(tool)
+
+    def remove_tool(self, name: str) -> None:
+        """Take a tool away; the model is told in the next message, and a call of it is answered with an error.
+
+        Raises SessionBusy during a run, ToolDefinitionError for a name that no tool has.
+        """
+        self._check_idle("a tool cannot be removed during a run")
+        self._history.remove_tool(name)
+
+    def full_result(self, call_id: str) -> str:
+        """A call's result as text, whole where the model was shown a part. Raises KeyError for an unknown id."""
+        if call_id in self._history.whole:
+            return self._history.whole[call_id]
+        for message in self._history.messages:
+            for result in message.results:
+                if result.call_id == call_id:
+                    return result.text
+        raise KeyError(call_id)
+
+    def _check_idle(self, problem: str) -> None:
+        if self._busy.held:
+            raise SessionBusy(problem)
 
     def fork(self) -> Session:
         """A second session with the same past. It shares every page so far; the two go on independently.
@@ -119,9 +136,16 @@ class Session:
         Raises SessionBusy during a run, and for up to a step of the model after a stream that was dropped without its
         `async with` block, whose last step still runs; RuntimeClosed.
         """
-        if self._busy.held:
-            raise SessionBusy("a session cannot be forked during a run")
+        self._check_idle("a session cannot be forked during a run")
         return Session(self._history.fork(), self._setup)
+
+    def fork_inside(self) -> Session:
+        """`fork` for a tool of this session, during a call: in the fork all calls of the turn are pending."""
+        return Session(self._history.fork(), self._setup)
+
+    def answer(self, results: Items[ToolResult]) -> None:
+        """Results for pending calls, instead of running them; `run()` goes on from there."""
+        self._history.add_results([self._history.measured(result) for result in results])
 
     async def close(self) -> None:
         """Give the session's pages back. A run in progress ends with RuntimeClosed. As often as you like, from any

@@ -11,13 +11,16 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Self
+from typing import TYPE_CHECKING, Generic, Self
 
 import anyio
 
 from m3agent.events import Event, Out, Reply
 from m3agent.hooks import called
 from m3agent.turn_loop import Run, TurnLoop
+
+if TYPE_CHECKING:
+    from m3agent.runtime import Usage
 
 
 class RunStream(Generic[Out]):
@@ -42,6 +45,11 @@ class RunStream(Generic[Out]):
         if self._loop.reply is None:
             raise RuntimeError("the run has not ended: read the stream to its end first")
         return self._loop.reply
+
+    @property
+    def usage(self) -> Usage:
+        """What the run has used so far."""
+        return self._loop.usage
 
     async def __aenter__(self) -> Self:
         return self

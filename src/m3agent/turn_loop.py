@@ -83,6 +83,11 @@ class TurnLoop:
         self._value: Any = None
         self._usage = _no_usage()
 
+    @property
+    def usage(self) -> Usage:
+        """Of the turns and calls that are over."""
+        return self._usage
+
     # Ending early ----------------------------------------------------------------------------------------------
 
     async def halt(self) -> None:
@@ -242,7 +247,8 @@ class TurnLoop:
 
     def _count_calls(self) -> None:
         if self._calls is not None:
-            self._usage += replace(_no_usage(), tool_seconds=self._calls.seconds)
+            for spent in (replace(_no_usage(), tool_seconds=self._calls.seconds), *self._calls.spent):
+                self._usage += spent
             self._calls = None
 
     def _drop_calls(self, reason: str) -> None:

@@ -109,6 +109,10 @@ class ScriptedSequence:
     def __len__(self) -> int:
         return len(self.log)
 
+    @property
+    def last(self) -> int | None:
+        return self.log[-1] if self.log else None
+
     def append(self, ids: Iterable[int], media: Iterable[tuple[int, Patches]] = ()) -> None:
         self.check_idle()
         self.log += list(ids)
@@ -126,8 +130,8 @@ class ScriptedSequence:
         """The script says what it says, the guide is not asked."""
         return ScriptedStream(self, sampling)
 
-    def fork(self) -> ScriptedSequence:
-        return ScriptedSequence(self.runtime, self.log)
+    def fork(self, tokens: int | None = None) -> ScriptedSequence:
+        return ScriptedSequence(self.runtime, self.log[:tokens])
 
     def close(self) -> None:
         self.runtime.closed_sequences += 1

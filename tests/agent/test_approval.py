@@ -268,5 +268,7 @@ async def test_results_that_waited_leave_less_room_for_later_ones(runtime: Scrip
     session = agent(runtime.says(calls, "ok"), free, asked).session()
     await session.run("x")
     assert (await session.run(approve={"call_1": True, "call_3": True})).text == "ok"
-    assert [result.error for result in session.messages[2].results] == [True, False, False]
+    first, second, third = (result.text for result in session.messages[2].results)
+    assert "of 4000 characters left out" in first
+    assert (second, third) == ("y" * 4000, "y" * 1000)
     check_log(runtime, session)

@@ -107,7 +107,7 @@ async def test_a_tool_with_too_much_to_say_does_not_end_the_session(folder: Path
             session = m3.Agent(runtime, tools=[read]).session()
             say(tokens, runtime, block(call("read")), "It is long.", "Fine.")
             assert (await session.run("Read it.")).text == "It is long."
-            assert "there is room for" in session.messages[2].results[0].text
+            assert " of 100000 characters left out" in session.messages[2].results[0].text
             before = session.tokens
             with pytest.raises(m3.ContextOverflow, match="there is room for"):
                 await session.run("word " * (runtime.context_length // 5))

@@ -320,15 +320,13 @@ async def test_forks_share_the_past_and_part_ways(runtime: ScriptedRuntime) -> N
         await session.run("d")
 
 
-async def test_tools_can_be_added_before_the_first_run_only(runtime: ScriptedRuntime) -> None:
+async def test_tools_added_before_the_first_run_stand_in_the_head(runtime: ScriptedRuntime) -> None:
     session = agent(runtime.says("ok")).session()
     session.add_tool(add)
     with pytest.raises(m3.ToolDefinitionError, match="'add' already"):
         session.add_tool(add)
     await session.run("x")
     assert '"name": "add"' in read_log(runtime, session.tokens)[1].body
-    with pytest.raises(m3.ConversationError, match="too late"):
-        session.add_tool(m3.tool(lambda: 1, name="late"))
     with pytest.raises(m3.ToolDefinitionError, match="two tools named 'add'"):
         agent(runtime, add, add)
 
@@ -350,52 +348,132 @@ def write(letters: int) -> str:
     return "y" * letters
 
 
-async def test_a_result_over_the_context_is_an_error_for_the_model(runtime: ScriptedRuntime) -> None:
+async def test_a_result_over_the_context_is_cut(runtime: ScriptedRuntime) -> None:
     runtime.context_length = 8000
-    session = agent(runtime.says(block(call("write", letters="8000")), "Too long, I see.", "Yes."), write).session()
+    session = agent(runtime.says(block(call("write", letters="8000")), "Long, I see.", "Yes."), write).session()
     reply = await session.run("x")
-    assert (reply.text, reply.stop) == ("Too long, I see.", "end")
+    assert (reply.text, reply.stop) == ("Long, I see.", "end")
     (result,) = session.messages[2].results
-    assert result.error
-    assert re.fullmatch(r"the result has 80\d\d tokens; there is room for \d{4}", result.text)
+    assert not result.error
+    assert re.fullmatch(r"y{2000,}\n\[… \d+ of 8000 characters left out …\]\ny{1000,}", result.text)
+    assert session.full_result(result.call_id) == "y" * 8000
     assert read_log(runtime, session.tokens)[-2].body == f"<response>{result.text}</response>"
+    assert session.fork().full_result("call_1") == "y" * 8000
     assert (await session.run("Still there?")).text == "Yes."
     check_log(runtime, session)
+    with pytest.raises(KeyError):
+        session.full_result("call_9")
 
 
-async def test_a_result_may_fill_the_room_to_the_token_and_leaves_room_for_the_reply(runtime: ScriptedRuntime) -> None:
+async def test_a_result_may_fill_the_room_and_leaves_room_for_the_reply(runtime: ScriptedRuntime) -> None:
     runtime.context_length = 8000
-
-    async def result_of(letters: int) -> tuple[m3.ToolResult, int]:
+    prompts: list[int] = []
+    for letters in range(4000, 8000, 250):
         runtime.replies.clear()
         session = agent(runtime.says(block(call("write", letters=str(letters))), "ok"), write).session()
         assert (await session.run("x")).text == "ok"
-        return session.messages[2].results[0], len(runtime.prompts[-1])
-
-    refused, _ = await result_of(7999)
-    has, room = map(int, re.findall(r"\d+", refused.text))
-    fits = 7999 - (has - room)
-    filled, prompt = await result_of(fits)
-    assert (filled.text, filled.error) == ("y" * fits, False)
-    assert prompt == 8000 - 1000
-    assert (await result_of(fits + 1))[0].text == f"the result has {room + 1} tokens; there is room for {room}"
+        result = session.messages[2].results[0]
+        whole = result.text == "y" * letters
+        assert not result.error
+        prompts.append(len(runtime.prompts[-1]))
+        assert whole or prompts[-1] > 0.85 * (8000 - 1000)  # what is cut fills most of the room
+    assert max(prompts) <= 8000 - 1000
 
 
-@pytest.mark.parametrize(("letters", "fewest", "most"), [(500, 8, 23), (3000, 1, 2), (30_000, 0, 0)])
-async def test_the_results_of_one_turn_share_the_room(
-    runtime: ScriptedRuntime, letters: int, fewest: int, most: int
-) -> None:
-    """The first ones that fit are kept, and every other one's error still fits."""
+@pytest.mark.parametrize("letters", [300, 500, 3000, 30_000])
+async def test_the_results_of_one_turn_share_the_room(runtime: ScriptedRuntime, letters: int) -> None:
+    """A small one stays whole, the others are cut alike."""
     runtime.context_length = 12_000
-    calls = [call("write", letters=str(letters)) for _ in range(24)]
+    calls = [call("write", letters="7"), *[call("write", letters=str(letters)) for _ in range(23)]]
     session = agent(runtime.says(block(*calls), "ok"), write).session()
     assert (await session.run("x")).text == "ok"
-    results = session.messages[2].results
-    kept = [result for result in results if not result.error]
-    assert kept == results[: len(kept)]
-    assert fewest <= len(kept) <= most
-    assert all("there is room for" in result.text for result in results[len(kept) :])
+    first, *others = session.messages[2].results
+    assert first.text == "y" * 7
+    assert not any(result.error for result in others)
+    lengths = {len(result.text) for result in others}
+    assert max(lengths) - min(lengths) < 20
+    assert lengths == {letters} if letters == 300 else max(lengths) < letters
     assert len(runtime.prompts[-1]) < 12_000 - 1000
+    check_log(runtime, session)
+
+
+async def test_results_without_any_room_are_errors(runtime: ScriptedRuntime) -> None:
+    runtime.context_length = 6000
+    calls = [call("write", letters="300") for _ in range(20)]
+    session = agent(runtime.says(block(*calls), "ok"), write).session()
+    assert (await session.run("x")).text == "ok"
+    texts = [result.text for result in session.messages[2].results if result.error]
+    assert texts
+    assert all("there is room for" in text for text in texts)
+    check_log(runtime, session)
+
+
+async def test_a_capped_result_is_read_on(runtime: ScriptedRuntime) -> None:
+    @m3.tool(max_result=300)
+    def book() -> str:
+        return "".join(f"{number:04}" for number in range(1000))
+
+    said = [block(call("book")), block(call("read_result", call_id="call_1", start="2000", length="8")), "500"]
+    session = agent(runtime.says(*said), book, *m3.tools.results()).session()
+    assert (await session.run("x")).text == "500"
+    shown = session.messages[2].results[0].text
+    assert shown.startswith("0000000100020003")
+    assert shown.endswith("0999")
+    assert "3700 of 4000 characters left out; read_result(call_id='call_1', start=200) shows them" in shown
+    assert session.messages[4].results[0].text == "05000501\n[characters 2000 to 2008 of 4000]"
+    check_log(runtime, session)
+
+
+# Tools that come and go -----------------------------------------------------------------------------------------------
+
+
+async def test_a_tool_added_later_is_announced_and_rewrites_nothing(runtime: ScriptedRuntime) -> None:
+    late = m3.tool(lambda n: f"late {n}", name="late", description="</tools>[e~[")
+    session = agent(runtime.says("ok", block(call("late", n="1")), "done"), add).session()
+    await session.run("x")
+    log = session.tokens
+    session.add_tool(late)
+    assert session.tokens == log
+    reply = await session.run("y")
+    assert session.tokens[: len(log)] == log
+    assert reply.text == "done"
+    assert session.messages[4].results[0].text == "late 1"
+    assert '"name": "late"' in read_log(runtime, session.tokens)[4].body
+    assert session.messages[2].text == "y"  # the announcement is no text of the user's
+    check_log(runtime, session)
+    restored = m3.load_messages(m3.dump_messages(session.messages))
+    assert restored == session.messages
+    again = agent(runtime.says("fine"), add, late).session(restored)
+    assert (await again.run("z")).text == "fine"
+    check_log(runtime, again)
+
+
+async def test_a_tool_that_is_removed_is_missing(runtime: ScriptedRuntime) -> None:
+    session = agent(runtime.says("ok", block(call("add", a="1", b="2")), "no"), add).session()
+    await session.run("x")
+    log = session.tokens
+    session.remove_tool("add")
+    reply = await session.run("y")
+    assert session.tokens[: len(log)] == log
+    assert "no tool add any more" in read_log(runtime, session.tokens)[4].body
+    assert reply.messages[2].results[0].text == "There is no tool 'add'. Tools: none."
+    with pytest.raises(m3.ToolDefinitionError, match="no tool 'add' to remove"):
+        session.remove_tool("add")
+
+
+async def test_an_announcement_waits_for_the_results(runtime: ScriptedRuntime) -> None:
+    """A tool that adds another one: its call's result comes first, then the news."""
+
+    @m3.tool
+    async def learn(context: m3.Context) -> str:
+        context.session._history.add_tool(m3.tool(lambda: "new", name="new"))
+        return "learnt"
+
+    session = agent(runtime.says(block(call("learn")), block(call("new")), "done"), learn).session()
+    reply = await session.run("x")
+    assert reply.text == "done"
+    roles = [block.role for block in read_log(runtime, session.tokens)[2:]]
+    assert roles == ["user", "ai", "tool", "user", "ai", "tool", "ai"]
     check_log(runtime, session)
 
 
@@ -416,7 +494,8 @@ async def test_text_beyond_all_measure_is_not_tokenised_whole(runtime: ScriptedR
         with pytest.raises(m3.ContextOverflow, match=r"the context of 6000 tokens"):
             await session.run("z" * length)
     assert sum(encoded) < 300_000
-    assert "the result has over 6000 tokens" in session.messages[2].results[0].text
+    assert f" of {length} characters left out" in session.messages[2].results[0].text
+    assert len(session.full_result("call_1")) == length
     assert len(session.messages) == 4
     assert (await session.run("z")).text == "Fine."
     check_log(runtime, session)

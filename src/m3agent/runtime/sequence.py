@@ -51,6 +51,11 @@ class Sequence:
         return len(self._tokens)
 
     @property
+    def last(self) -> int | None:
+        """The last token of the log, None for an empty one."""
+        return self._tokens[-1] if self._tokens else None
+
+    @property
     def cached_tokens(self) -> int:
         """How many tokens of the log have their keys and values in the pages."""
         return min(self._table.cached, len(self._tokens))
@@ -105,19 +110,33 @@ class Sequence:
         assert self._logits is not None
         return self._logits.clone()
 
-    def fork(self) -> Sequence:
-        """A second sequence with the same log. It shares every page so far; only a partly filled one is copied later.
+    def fork(self, tokens: int | None = None) -> Sequence:
+        """A second sequence with the same log, or with its first `tokens`. It shares every page so far; only a partly
+        filled one is copied later.
 
         Raises SessionBusy while a stream is open, or while the last step of a stream that was dropped still runs;
-        RuntimeClosed.
+        RuntimeClosed; ValueError for a cut inside a picture or behind the end.
         """
+        if tokens is not None and not 0 <= tokens <= len(self._tokens):
+            raise ValueError(f"the log has {len(self._tokens)} tokens; there is no first {tokens}")
         self._check_idle()
         self._settle()
         if self._request is not None:  # should it end right now, the table would hold more than the log
             raise SessionBusy("the last step of a dropped stream still runs; use its `async with` block, or fork later")
         other = Sequence(self._runtime, self._engine.fork(self._table))
         other._tokens, other._runs, other._logits = list(self._tokens), list(self._runs), self._logits
+        if tokens is not None and tokens < len(self._tokens):
+            other._cut(tokens)
         return other
+
+    def _cut(self, tokens: int) -> None:
+        if any(run.start < tokens < run.end for run in self._runs):
+            self.close()
+            raise ValueError(f"token {tokens} lies inside a picture or film")
+        del self._tokens[tokens:]
+        self._runs = [run for run in self._runs if run.end <= tokens]
+        self._logits = None
+        self._table.cut(tokens)
 
     def close(self) -> None:
         """Give the pages back, at once or at the end of the running step, whose stream then raises RuntimeClosed."""

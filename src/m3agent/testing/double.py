@@ -80,6 +80,10 @@ class DoubleSequence:
     def __len__(self) -> int:
         return len(self.log)
 
+    @property
+    def last(self) -> int | None:
+        return self.log[-1] if self.log else None
+
     def append(self, ids: Iterable[int], media: Iterable[tuple[int, Patches]] = ()) -> None:
         self.check_idle()
         self.log += list(ids)
@@ -88,10 +92,10 @@ class DoubleSequence:
         """The guide is not asked: what is written is said."""
         return DoubleStream(self, sampling)
 
-    def fork(self) -> DoubleSequence:
+    def fork(self, tokens: int | None = None) -> DoubleSequence:
         self.check_idle()
-        other = DoubleSequence(self.runtime, self.log)
-        other.cached = self.cached
+        other = DoubleSequence(self.runtime, self.log[:tokens])
+        other.cached = min(self.cached, len(other))
         return other
 
     def close(self) -> None:

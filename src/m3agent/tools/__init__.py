@@ -13,6 +13,7 @@ from m3agent.tools.mcp import McpServer, mcp, mcp_app, serve_mcp
 from m3agent.tools.media import media
 from m3agent.tools.plugins import InstalledToolset, toolset, toolsets
 from m3agent.tools.python_tool import python
+from m3agent.tools.results_tool import results
 from m3agent.tools.sandbox import Sandbox
 from m3agent.tools.shell_tool import shell
 from m3agent.tools.workspace import workspace
@@ -27,6 +28,7 @@ __all__ = [
     "mcp_app",
     "media",
     "python",
+    "results",
     "serve_mcp",
     "shell",
     "tool",

@@ -34,6 +34,7 @@ class Context:
         self.deps = deps
         self.session = session
         self.abandoned = False  # a synchronous tool that did not return in time after a cancellation
+        self.spent: list[Any] = []  # the `Usage` of agents that ran inside the call; it counts for the run
         self._on_progress = on_progress
         self._cancelled = threading.Event()
 

@@ -39,6 +39,7 @@ class Tool(Generic[P, R]):
     timeout: float | None = field(default=None, repr=False)
     retries: int = field(default=0, repr=False)
     retry_on: tuple[type[Exception], ...] = field(default=(), repr=False)
+    max_result: int | None = field(default=None, repr=False)
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """JSON arguments → values in the declared types, by name. Raises ToolError with a text for the model."""

@@ -17,12 +17,15 @@ class ToolOptions(TypedDict, total=False):
         without it) sets no limit.
     retries: how often a call is tried again when it raises one of `retry_on`, with a growing pause between.
     retry_on: the exceptions that are worth another try; all others are not retried.
+    max_result: characters of text at most that the model is shown of a result; of a longer one it sees the beginning
+        and the end. `session.full_result(call_id)` has it whole, and so has the model's tool of `tools.results()`.
     """
 
     needs_approval: bool | Callable[..., Any]
     timeout: float | None
     retries: int
     retry_on: tuple[type[Exception], ...]
+    max_result: int | None
 
 
 def check_options(tool: str, options: ToolOptions) -> ToolOptions:
@@ -43,6 +46,9 @@ def check_options(tool: str, options: ToolOptions) -> ToolOptions:
         raise ToolDefinitionError(
             f"tool {tool!r}: retries and retry_on belong together: retries=2, retry_on=(OSError,)"
         )
+    most = options.get("max_result")
+    if most is not None and most < 200:
+        raise ToolDefinitionError(f"tool {tool!r}: max_result is {most}; it has to be 200 characters or more")
     return options
 
 
