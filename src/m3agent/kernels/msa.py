@@ -61,7 +61,7 @@ def sparse(q: Tensor, iq: Tensor, k: Tensor, v: Tensor, ik: Tensor, paged: Paged
             part = Paged(paged.tables, paged.starts + a, paged.longest - n + b)
             outs.append(sparse(q[a:b], iq[a:b], k, v, ik, part, choice))
         return torch.cat(outs)
-    shared = sequences == 1 and n * choice.topk >= 6 * blocks  # enough queries choose the same block
+    shared = n >= 256 and n * choice.topk >= 3 * blocks  # enough queries choose the same block
     scores = launch.score(iq, ik, paged, score_settings(tokens * kv_heads, blocks))
     selected, counts, places = launch.top(scores, kv_heads, block, paged, choice, top_settings(blocks), count=shared)
     del scores
@@ -82,7 +82,7 @@ def full(q: Tensor, k: Tensor, v: Tensor, paged: Paged) -> Tensor:
     tiles = -(-n // queries) * paged.tables.shape[0] * kv_heads
     splits = max(1, min(blocks, 2 * PROGRAMS // tiles, 64))
     wide = queries * group > 64
-    settings = {"splits": splits, "queries": queries, "stages": 2, "warps": 8 if wide else 4, "direct": True}
+    settings = {"splits": splits, "queries": queries, "stages": 2, "warps": 8 if wide else 4}
     return launch.by_query(q, k, v, paged, None, settings)
 
 
@@ -92,7 +92,7 @@ def score_settings(rows: int, blocks: int) -> Settings:
     tile = 256 if wide else 128
     splits = max(1, min(blocks, PROGRAMS // -(-rows // tile)))
     pack = max(1, min(8, launch.power(blocks // splits) // 2))
-    return {"rows": tile, "splits": splits, "stages": 4 if wide else 2, "warps": 8, "pack": pack, "direct": True}
+    return {"rows": tile, "splits": splits, "stages": 4 if wide else 2, "warps": 8, "pack": pack}
 
 
 def top_settings(blocks: int) -> Settings:
@@ -103,11 +103,11 @@ def top_settings(blocks: int) -> Settings:
 
 def decode_scores(sequences: int, blocks: int) -> Settings:
     splits = max(1, min(blocks, 2 * PROGRAMS // sequences))
-    return {"rows": 16, "splits": splits, "stages": 4 if blocks > 2 * splits else 2, "warps": 4, "pack": 1}
+    return {"rows": 16, "splits": splits, "stages": 4 if blocks > 2 * splits else 2, "warps": 4}
 
 
 def decode_settings(sequences: int, kv_heads: int, choice: Choice) -> Settings:
     splits = max(1, min(choice.topk, PROGRAMS // (sequences * kv_heads)))
     if choice.topk == splits:
-        return {"splits": splits, "size": 64, "stages": 1, "warps": 8}
+        return {"splits": splits, "size": 16, "stages": 1, "warps": 8}
     return {"splits": splits, "size": 16, "stages": 2, "warps": 4}

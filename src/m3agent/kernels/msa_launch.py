@@ -51,7 +51,7 @@ def score(iq: Tensor, ik: Tensor, paged: Paged, settings: Settings, arrivals: Te
 
     iq: [tokens, heads, e]; ik: [pages, block, e]. What lies at or behind a query's own block is left as it is.
     """
-    from m3agent.kernels.triton_select import score_kernel
+    from m3agent.kernels.select_triton import score_kernel
 
     tokens, heads, d = iq.shape
     block, sequences = ik.shape[1], paged.tables.shape[0]
@@ -62,7 +62,7 @@ def score(iq: Tensor, ik: Tensor, paged: Paged, settings: Settings, arrivals: Te
         iq, ik, paged.tables, paged.starts, scores, scores if arrivals is None else arrivals, n, iq.stride(0),
         iq.stride(1), paged.tables.stride(0), scores.stride(0), HEADS=heads, D=d, BLOCK=block, ROWS=rows,
         SPLITS=settings["splits"], STAGES=settings["stages"], PRECISION=precision(iq), DECODE=arrivals is not None,
-        PACK=settings["pack"], DIRECT=iq.is_cuda and settings.get("direct", False), PDL=settings.get("pdl", False),
+        PACK=1 if arrivals is not None else settings["pack"], DIRECT=iq.is_cuda and arrivals is None,
         num_warps=settings["warps"],
     )  # fmt: skip
     return scores
@@ -74,7 +74,7 @@ def top(
     """`select_blocks` of what `score` found: int32 [tokens, heads, topk]; with `count`, of one sequence, also how many
     chose each (head, block), [heads · blocks], and each choice's place among these, [tokens, heads, topk].
     """
-    from m3agent.kernels.triton_select import top_kernel
+    from m3agent.kernels.select_triton import top_kernel
 
     rows, blocks = scores.shape
     selected = torch.empty(rows // heads, heads, choice.topk, dtype=torch.int32, device=scores.device)
@@ -96,7 +96,7 @@ def decode(
     settings: Settings,
 ) -> Tensor:  # fmt: skip
     """The whole of sparse attention for one new token of each sequence, in two launches."""
-    from m3agent.kernels.triton_attention import decode_kernel
+    from m3agent.kernels.attention_triton import decode_kernel
 
     tokens, heads, d = q.shape
     _, block, kv_heads, _ = k.shape
@@ -111,15 +111,14 @@ def decode(
         paged.tables.stride(0), scores.stride(0), KV_HEADS=kv_heads, GROUP=heads // kv_heads, D=d, BLOCK=block,
         ROWS=max(16, heads // kv_heads), TOPK=choice.topk, LOCAL=choice.local, INITIAL=choice.initial, WIDTH=width,
         GROUPS=power(-(-max(scores.shape[1], width) // size)), SIZE=size, SPLITS=splits, STAGES=settings["stages"],
-        PRECISION=precision(q), PDL=score_with.get("pdl", False), num_warps=settings["warps"],
-        **({"launch_pdl": True} if score_with.get("pdl", False) else {}),
+        PRECISION=precision(q), num_warps=settings["warps"],
     )  # fmt: skip
     return out
 
 
 def by_query(q: Tensor, k: Tensor, v: Tensor, paged: Paged, selected: Tensor | None, settings: Settings) -> Tensor:
     """Attention of each query over its selected blocks, or, without `selected`, of neighbours over all blocks."""
-    from m3agent.kernels.triton_attention import rows_kernel
+    from m3agent.kernels.attention_triton import rows_kernel
 
     tokens, heads, d = q.shape
     _, block, kv_heads, _ = k.shape
@@ -133,7 +132,7 @@ def by_query(q: Tensor, k: Tensor, v: Tensor, paged: Paged, selected: Tensor | N
         q, k, v, paged.tables, paged.starts, parts if selected is None else selected, parts, weights, n, _scale(d),
         q.stride(0), paged.tables.stride(0), KV_HEADS=kv_heads, GROUP=group, D=d, BLOCK=block, QUERIES=queries,
         ROWS=rows, TOPK=0 if selected is None else selected.shape[2], SPLITS=splits, STAGES=settings["stages"],
-        PRECISION=precision(q), DIRECT=q.is_cuda and settings.get("direct", False), num_warps=settings["warps"],
+        PRECISION=precision(q), num_warps=settings["warps"],
     )  # fmt: skip
     return out if splits == 1 else merge(parts, weights, None, out, group)
 
@@ -142,7 +141,7 @@ def by_block(
     q: Tensor, k: Tensor, v: Tensor, paged: Paged, selected: Tensor, counts: Tensor, places: Tensor, settings: Settings
 ) -> Tensor:
     """Attention over selected blocks, a block at a time with all the queries that chose it. One sequence."""
-    from m3agent.kernels.triton_attention import scan_kernel, sort_kernel, tiles_kernel
+    from m3agent.kernels.attention_triton import scan_kernel, sort_kernel, tiles_kernel
 
     n, heads, d = q.shape
     _, block, kv_heads, _ = k.shape
@@ -162,15 +161,14 @@ def by_block(
     tiles_kernel[(most,)](
         q, k, v, paged.tables, paged.starts, order, tiles, tile_firsts, parts, weights, _scale(d), q.stride(0),
         buckets // kv_heads, KV_HEADS=kv_heads, GROUP=group, D=d, BLOCK=block, QUERIES=queries, TOPK=topk,
-        PRECISION=precision(q), KEEP=settings.get("keep", "evict_last"), PASS=settings.get("pass", "evict_first"),
-        num_warps=settings["warps"],
+        PRECISION=precision(q), num_warps=settings["warps"],
     )  # fmt: skip
     return merge(parts, weights, selected, torch.empty(n, heads, d, dtype=q.dtype, device=q.device), group)
 
 
 def merge(parts: Tensor, weights: Tensor, selected: Tensor | None, out: Tensor, group: int) -> Tensor:
     """The weighted mean of partial results [tokens, kv_heads, parts, group, d] into out [tokens, heads, d]."""
-    from m3agent.kernels.triton_attention import merge_kernel
+    from m3agent.kernels.attention_triton import merge_kernel
 
     tokens, heads, d = out.shape
     count = parts.numel() // out.numel()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
-from m3agent.kernels.triton_select import best_blocks, page_of
+from m3agent.kernels.select_triton import best_blocks
 
 
 @triton.jit
@@ -19,7 +18,6 @@ def rows_kernel(
     q, k, v, tables, starts, selected, out, weights, n, scale, q_token, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, TOPK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, kv heads, sequences · splits): the heads of a group times QUERIES neighbouring queries.
 
@@ -53,11 +51,9 @@ def rows_kernel(
     for step in tl.range(low, high, num_stages=STAGES):
         if TOPK:
             block = tl.load(chosen + step)
-            page = tl.load(tables + sequence * table_row + block).to(tl.int64) * (BLOCK * KV_HEADS * D)
         else:
             block = step
-            ahead = tl.maximum(tl.minimum(step, high - 1), 0)
-            page = page_of(tables + sequence * table_row + ahead, DIRECT) * (BLOCK * KV_HEADS * D)
+        page = tl.load(tables + sequence * table_row + block).to(tl.int64) * (BLOCK * KV_HEADS * D)
         k_rows = tl.load(k + page + key_at)
         s = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION)
         s = tl.where((block * BLOCK + keys)[None, :] <= position[:, None], s, -float("inf"))
@@ -84,7 +80,7 @@ def decode_kernel(
     q, k, v, tables, starts, scores, arrivals, parts, weights, out, scale, q_token, table_row, score_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TOPK: tl.constexpr, LOCAL: tl.constexpr, INITIAL: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, kv heads, sequences), one token each: choose blocks from the scores, attend to a split's share.
 
@@ -98,8 +94,6 @@ def decode_kernel(
     inside = rows < GROUP
     q_at = q + sequence.to(tl.int64) * q_token + (head * GROUP + rows)[:, None] * D + channels[None, :]
     q_rows = tl.load(q_at, mask=inside[:, None], other=0.0)
-    if PDL:
-        cuda.gdc_wait()  # the scores
     blocks = best_blocks(scores + item.to(tl.int64) * score_row, own, LOCAL, INITIAL, WIDTH, GROUPS, SIZE)
     slot = tl.arange(0, WIDTH)
     share: tl.constexpr = (TOPK + SPLITS - 1) // SPLITS
@@ -194,7 +188,7 @@ def sort_kernel(
 def tiles_kernel(
     q, k, v, table, starts, order, tiles, tile_firsts, parts, weights, scale, q_token, blocks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    TOPK: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, PASS: tl.constexpr,
+    TOPK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles): one block of keys for the queries that chose it, QUERIES at a time, into one part a choice."""
     tile = tl.program_id(0)
@@ -212,12 +206,12 @@ def tiles_kernel(
         if block * BLOCK + BLOCK <= start + 1:
             _tile(
                 q, k_turned, v_rows, order + first, parts, weights, scale, q_token, count, head, start, block,
-                KV_HEADS, GROUP, D, BLOCK, QUERIES, TOPK, PRECISION, False, KEEP, PASS,
+                KV_HEADS, GROUP, D, BLOCK, QUERIES, TOPK, PRECISION, False,
             )  # fmt: skip
         else:
             _tile(
                 q, k_turned, v_rows, order + first, parts, weights, scale, q_token, count, head, start, block,
-                KV_HEADS, GROUP, D, BLOCK, QUERIES, TOPK, PRECISION, True, KEEP, PASS,
+                KV_HEADS, GROUP, D, BLOCK, QUERIES, TOPK, PRECISION, True,
             )  # fmt: skip
 
 
@@ -225,8 +219,7 @@ def tiles_kernel(
 def _tile(
     q, k_turned, v_rows, order, parts, weights, scale, q_token, count, head, start, block,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    TOPK: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
-    PASS: tl.constexpr,
+    TOPK: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The next queries are fetched while these are worked on, and the choices of those after them."""
     rows, channels = tl.arange(0, QUERIES * GROUP), tl.arange(0, D)
@@ -236,7 +229,7 @@ def _tile(
     q_rows = tl.load(q + (choice // (KV_HEADS * TOPK)).to(tl.int64)[:, None] * q_token)
     following = tl.load(order + QUERIES + lane, mask=QUERIES + lane < count, other=0)
     for base in tl.range(0, count, QUERIES, num_stages=1):
-        q_next = tl.load(q + (following // (KV_HEADS * TOPK)).to(tl.int64)[:, None] * q_token, eviction_policy=KEEP)
+        q_next = tl.load(q + (following // (KV_HEADS * TOPK)).to(tl.int64)[:, None] * q_token)
         s = tl.dot(q_rows, k_turned, input_precision=PRECISION)
         place = base + 2 * QUERIES + lane
         later = tl.load(order + place, mask=place < count, other=0)
@@ -251,7 +244,7 @@ def _tile(
         at = choice.to(tl.int64) * GROUP + rows % GROUP
         tl.store(weights + at, top + tl.log2(total), mask=inside)
         out = parts + at[:, None] * D + channels[None, :]
-        tl.store(out, o.to(parts.dtype.element_ty), mask=inside[:, None], eviction_policy=PASS)
+        tl.store(out, o.to(parts.dtype.element_ty), mask=inside[:, None])
         q_rows, choice, following = q_next, following, later
 
 

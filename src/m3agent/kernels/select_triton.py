@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 
 @triton.jit
@@ -35,14 +34,11 @@ def score_kernel(
     iq, ik, tables, starts, scores, arrivals, n, iq_token, iq_head, table_row, score_row,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, DECODE: tl.constexpr, PACK: tl.constexpr, DIRECT: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, splits, sequences). scores[row, block] = max over the block's keys of iq[row] · key.
 
-    With DECODE it also sets to zero what `decode_kernel` counts in.
+    With DECODE, PACK = 1, and it also sets to zero what `decode_kernel` counts in.
     """
-    if PDL:
-        cuda.gdc_launch_dependents()
     tile, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside = rows < n * HEADS
@@ -67,28 +63,34 @@ def score_kernel(
         page = page_of(tables + sequence * table_row + ahead, DIRECT)
         k = tl.load(ik + page * (BLOCK * D) + key_at)  # [BLOCK, D]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [ROWS, BLOCK]
-        place = block % PACK
-        packed = tl.where(columns == place, tl.max(s, 1)[:, None], packed)
-        if (place == PACK - 1) | (block == high - 1):  # single numbers, a row apart, would cost a fifth of the time
-            base = block - place
-            there = inside[:, None] & (columns <= place) & (base + columns >= low)
-            tl.store(score_at + base, packed, mask=there)
+        best = tl.max(s, 1)[:, None]
+        if DECODE:
+            tl.store(score_at + block, best, mask=inside[:, None])
+        else:
+            # Single numbers, a row apart, would cost a fifth of the time; a store before the product would hold it up.
+            place = block % PACK
+            if (place == 0) & (block > low):
+                tl.store(score_at + block - PACK, packed, mask=inside[:, None] & (block - PACK + columns >= low))
+            packed = tl.where(columns == place, best, packed)
+    if not DECODE:
+        base = (high - 1) // PACK * PACK
+        there = inside[:, None] & (base + columns >= low) & (base + columns < high)
+        tl.store(score_at + base, packed, mask=there)
 
 
 @triton.jit
-def _sort_keys(scores, blocks, own, LOCAL: tl.constexpr, INITIAL: tl.constexpr):
-    """Numbers that sort as the definition ranks: by score, among equals the lower block first; all different.
+def _sort_keys(score, first, last, own, LOCAL: tl.constexpr, INITIAL: tl.constexpr):
+    """Numbers that sort as the definition ranks groups of blocks first … last by their best score; all different.
 
-    scores: where a row's scores lie; own: its query's block. int64, the lowest for blocks that are out of reach.
+    Among equals the lower comes first. own: the query's block. Groups out of reach come last.
     """
-    score = tl.load(scores + blocks, mask=(blocks <= own - LOCAL) & (blocks >= INITIAL), other=0.0)
     score = tl.where(score == 0.0, 0.0, score)  # −0 ties with 0
     bits = score.to(tl.int32, bitcast=True)
     rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    rank = tl.where(blocks < INITIAL, 0x7F7FFFFF, rank)
-    rank = tl.where(blocks > own - LOCAL, 0x7F800000, rank)
-    key = (rank.to(tl.int64) << 32) | (0x7FFFFFFF - blocks).to(tl.int64)
-    return tl.where(blocks <= own, key, -0x8000000000000000 + (0x7FFFFFFF - blocks).to(tl.int64))
+    rank = tl.where(first < INITIAL, 0x7F7FFFFF, rank)
+    rank = tl.where((last > own - LOCAL), 0x7F800000, rank)
+    rank = tl.where(first > own, -0x80000000, rank)
+    return (rank.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
 
 
 @triton.jit
@@ -105,14 +107,16 @@ def best_blocks(
 
     They lie in the WIDTH groups with the best best block: first groups are ranked, then the blocks of those.
     """
-    groups, steps = tl.arange(0, GROUPS), tl.arange(0, SIZE)
-    keys = _sort_keys(scores, groups[:, None] * SIZE + steps[None, :], own, LOCAL, INITIAL)  # [GROUPS, SIZE]
+    groups, steps = tl.arange(0, GROUPS) * SIZE, tl.arange(0, SIZE)
     if GROUPS > WIDTH:
-        best = tl.topk(tl.max(keys, 1), WIDTH)
-        keys = _sort_keys(scores, (_blocks(best) // SIZE * SIZE)[:, None] + steps[None, :], own, LOCAL, INITIAL)
-        best = tl.topk(tl.reshape(keys, [WIDTH * SIZE]), WIDTH)
+        blocks = groups[:, None] + steps[None, :]
+        score = tl.max(tl.load(scores + blocks, mask=blocks <= own - LOCAL, other=-float("inf")), 1)
+        best = tl.topk(_sort_keys(score, groups, groups + SIZE - 1, own, LOCAL, INITIAL), WIDTH)
+        blocks = tl.reshape((_blocks(best) // SIZE * SIZE)[:, None] + steps[None, :], [WIDTH * SIZE])
     else:
-        best = tl.topk(tl.reshape(keys, [GROUPS * SIZE]), WIDTH)
+        blocks = tl.arange(0, GROUPS * SIZE)
+    score = tl.load(scores + blocks, mask=blocks <= own - LOCAL, other=-float("inf"))
+    best = tl.topk(_sort_keys(score, blocks, blocks, own, LOCAL, INITIAL), WIDTH)
     return _blocks(best)
 
 
