@@ -84,7 +84,7 @@ def test_scores_of_whole_blocks(starts: list[int], n: int) -> None:
 
 
 @pytest.mark.parametrize(("starts", "n"), CASES)
-@pytest.mark.parametrize("choice", [Choice(3, 1, 0), Choice(4, 2, 1)])
+@pytest.mark.parametrize("choice", [Choice(3, 1, 0), Choice(4, 2, 1), Choice(1, 1, 0)])
 def test_chosen_blocks(starts: list[int], n: int, choice: Choice) -> None:
     case = Case(starts, n)
     selected, counts, places = case.choose(choice, count=len(starts) == 1)

@@ -80,7 +80,7 @@ def top(
     selected = torch.empty(rows // heads, heads, choice.topk, dtype=torch.int32, device=scores.device)
     counts = torch.zeros(heads * blocks, dtype=torch.int32, device=scores.device) if count else selected
     places = torch.empty_like(selected) if count else selected
-    width = power(choice.topk)
+    width = max(2, power(choice.topk))
     size = settings["size"]
     top_kernel[(rows,)](
         scores, paged.starts, selected, counts, places, rows // heads // paged.tables.shape[0],
@@ -103,7 +103,7 @@ def decode(
     arrivals = torch.empty(tokens * kv_heads, dtype=torch.int32, device=q.device)
     scores = score(iq, ik, paged, score_with, arrivals)
     out = torch.empty(tokens, heads, d, dtype=q.dtype, device=q.device)
-    splits, size, width = settings["splits"], settings["size"], power(choice.topk)
+    splits, size, width = settings["splits"], settings["size"], max(2, power(choice.topk))
     parts = torch.empty(tokens * heads * splits, d, dtype=torch.float32, device=q.device)
     weights = torch.empty(tokens * heads * splits, dtype=torch.float32, device=q.device)
     decode_kernel[(splits, kv_heads, tokens)](
