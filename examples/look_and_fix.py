@@ -10,7 +10,7 @@ import anyio
 
 import m3agent as m3
 from m3agent.loops import PixelMatch, Step, Stop, SvgRenderer, film_strip, refine
-from m3agent.loops.render import on_canvas
+from m3agent.render.renderer import on_canvas
 
 SCENE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 224 224">
 <rect width="224" height="224" fill="skyblue"/>

@@ -33,6 +33,7 @@ ROWS = [
     ["output"],
     ["events"],
     ["tools"],
+    ["render"],
     ["content"],
     ["runtime"],
     ["chat"],

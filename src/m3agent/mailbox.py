@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -51,3 +52,15 @@ def _waker(event: anyio.Event) -> Callable[[], None]:
     loop: Any = current_token().native_token
     schedule = loop.call_soon_threadsafe if hasattr(loop, "call_soon_threadsafe") else loop.run_sync_soon
     return lambda: schedule(event.set)
+
+
+async def outcome_of(future: Future[Item]) -> Item:
+    """The result of a future of another thread, in any event loop. Cancelled here, it is cancelled there."""
+    box = Mailbox[Any]()
+    future.add_done_callback(box.put)
+    try:
+        await box.get()
+    except BaseException:
+        future.cancel()
+        raise
+    return future.result()

@@ -6,8 +6,8 @@ import pytest
 
 from m3agent.errors import RenderError, ToolError
 from m3agent.loops import FunctionRenderer, SvgRenderer
-from m3agent.loops.render import as_renderer, on_canvas
 from m3agent.media.image import Image
+from m3agent.render.renderer import as_renderer, on_canvas
 
 
 def test_a_function_may_return_any_kind_of_picture():

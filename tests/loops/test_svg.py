@@ -91,7 +91,7 @@ def test_nothing_outside_the_code_is_read(secret: Path, monkeypatch: pytest.Monk
 
 def test_the_child_itself_cannot_open_files(secret: Path, monkeypatch: pytest.MonkeyPatch):
     """The second wall: with the inspection taken away, resvg still sees no file."""
-    monkeypatch.setattr("m3agent.loops.svg._inspect", lambda code: False)
+    monkeypatch.setattr("m3agent.render.svg._inspect", lambda code: False)
     rgb = draw(f'<image href="{secret}" width="224" height="224"/>')
     assert (rgb == 255).all()
 
@@ -140,7 +140,7 @@ def test_deep_nesting_is_refused():
 
 
 def test_a_crash_of_the_renderer_does_not_reach_the_program(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("m3agent.loops.svg._inspect", lambda code: False)
+    monkeypatch.setattr("m3agent.render.svg._inspect", lambda code: False)
     with pytest.raises(RenderError, match="too much memory or nesting"):
         draw("<g>" * 20000 + "</g>" * 20000)
 

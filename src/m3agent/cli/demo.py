@@ -15,8 +15,8 @@ from m3agent.cli.screen import Screen
 from m3agent.errors import M3Error
 from m3agent.events import Event
 from m3agent.loops import PixelMatch, Refinement, Step, SvgRenderer, film_strip, refine
-from m3agent.loops.render import on_canvas
 from m3agent.media.image import Image
+from m3agent.render.renderer import on_canvas
 
 CANVAS = (224, 224)
 GOAL = "Draw this picture."  # m3-nano was trained on these words

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from m3agent.media.image import Image
+from m3agent.render import Rendering
 
 if TYPE_CHECKING:
     from m3agent.runtime.usage import Usage
@@ -31,11 +32,12 @@ class Step:
         index: 0 for the first draft.
         attempt: 0 for the first; see `refine`.
         code: as the model wrote it.
-        image: the render; None when it failed, with the reason in `error`.
+        image: the render, the first of several; None when it failed, with the reason in `error`.
         score: the mean over all checks, 0 to 1; 0 for a failed render, 1 without checks.
         difference: where the picture departs from the target, if a check compares with one.
         tokens: generated since the step before, the model's words around the call included.
         seconds: wall time since the step before, generation and rendering together.
+        rendering: all pictures with their labels, and the renderer's notes; None when it failed.
     """
 
     index: int
@@ -47,6 +49,20 @@ class Step:
     checks: tuple[Verdict, ...]
     tokens: int
     seconds: float
+    rendering: Rendering | None = None
+
+    @property
+    def pictures(self) -> list[tuple[str, Image]]:
+        """All pictures of the step, each with its label, which is empty for the one of a renderer that draws one."""
+        if self.rendering is None:
+            return [] if self.image is None else [("", self.image)]
+        labels = self.rendering.labels or ("",) * len(self.rendering.images)
+        return list(zip(labels, self.rendering.images, strict=True))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the renderer had to say, such as console errors."""
+        return self.rendering.notes if self.rendering is not None else ()
 
     @property
     def difference(self) -> Image | None:

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 
 from m3agent.content import Content, Text, ToolCall, ToolResult, content_parts
 from m3agent.errors import RenderError
 from m3agent.events import CallFinished, Done, Event, ToolResultEvent, TurnFinished
 from m3agent.loops.checks import Check, judge
 from m3agent.loops.record import Refinement, Step, Verdict, best_of
-from m3agent.loops.render import Renderer, as_renderer
 from m3agent.loops.stop import Stop, StopRule
-from m3agent.loops.tool import declare
+from m3agent.loops.tool import declare, shown
 from m3agent.media.image import Image
+from m3agent.render.renderer import Renderer, Rendering, as_renderer, drawing
 from m3agent.tools import Context, Tool
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _goal_parts(goal: Content | Sequence[Content], pictures: bool) -> tuple[Cont
 
 @dataclass(frozen=True)
 class _Outcome:
-    image: Image | None = None
+    rendering: Rendering | None = None
     error: str | None = None
     checks: tuple[Verdict, ...] = ()
 
@@ -150,18 +151,37 @@ class _Desk:
     broken: Exception | None = None  # a check failed: that is the program's fault, not the model's
 
     def tool(self) -> Tool[..., Any]:
-        def render(code: str, context: Context) -> Image | str:
+        def keep(rendering: Rendering, context: Context) -> list[str | Image] | Image | str:
             try:
-                image = self.renderer.render(code).load()
-            except RenderError as error:
-                self.outcomes[context.call_id] = _Outcome(error=str(error))
-                raise
-            try:
-                self.outcomes[context.call_id] = _Outcome(image, None, judge(self.checks, image))
+                checks = judge(self.checks, rendering.images[0])
+                self.outcomes[context.call_id] = _Outcome(rendering, None, checks)
             except Exception as error:
                 self.broken = error
-            return image if self.pictures else "rendered"
+            return shown(rendering, pictures=self.pictures)
 
+        def failed(error: RenderError, context: Context) -> None:
+            self.outcomes[context.call_id] = _Outcome(error=str(error))
+
+        render_async = getattr(self.renderer, "render_async", None)
+
+        def render(code: str, context: Context) -> Any:
+            try:
+                return keep(drawing(self.renderer.render(code)), context)
+            except RenderError as error:
+                failed(error, context)
+                raise
+
+        async def render_and_wait(code: str, context: Context) -> Any:
+            assert render_async is not None
+            try:
+                drawn = drawing(await render_async(code))
+            except RenderError as error:
+                failed(error, context)
+                raise
+            return await anyio.to_thread.run_sync(keep, drawn, context)
+
+        if render_async is not None:
+            return declare(render_and_wait, self.renderer.language)
         return declare(render, self.renderer.language)
 
 
@@ -213,14 +233,17 @@ class _Log:
         # Without an outcome the call never reached the tool: it was damaged, or its arguments did not fit.
         outcome = self.desk.outcomes.pop(call.id, None) or _Outcome(error=result.text)
         score = 0.0
-        if outcome.image is not None:
+        image = None
+        if outcome.rendering is not None:
+            image = outcome.rendering.images[0]
             score = sum(v.score for v in outcome.checks) / len(outcome.checks) if outcome.checks else 1.0
         code, now = call.arguments.get("code", ""), time.perf_counter()
         seconds, self._since = now - self._since, now
         tokens, self._tokens = self._tokens, 0
         checks = outcome.checks
         index = len(self.steps)
-        return Step(index, self.attempt, str(code), outcome.image, outcome.error, score, checks, tokens, seconds)
+        error, rendering = outcome.error, outcome.rendering
+        return Step(index, self.attempt, str(code), image, error, score, checks, tokens, seconds, rendering)
 
     async def _tell(self, event: Event | Step) -> None:
         if self.on_event is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -16,8 +16,36 @@ CODE_LIMIT = 200_000  # characters
 SIDE_LIMIT = 4096  # pixels
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """Several pictures of one code, each with a short label such as "390x844", and what there is to say about them."""
+
+    images: tuple[Image, ...]
+    notes: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    def load(self) -> Rendering:
+        """Decode all pictures."""
+        for image in self.images:
+            image.load()
+        return self
+
+
+def together(drawn: Sequence[Rendering]) -> Rendering:
+    """The pictures of all. A note that does not hold for each of them begins with the labels it holds for."""
+    notes: list[str] = []
+    for note in dict.fromkeys(note for one in drawn for note in one.notes):
+        labels = [label for one in drawn if note in one.notes for label in one.labels]
+        everywhere = all(note in one.notes for one in drawn)
+        notes.append(note if everywhere else f"{', '.join(labels)}: {note}")
+    images = tuple(image for one in drawn for image in one.images)
+    return Rendering(images, tuple(notes), tuple(label for one in drawn for label in one.labels))
+
+
 class Renderer(Protocol):
-    """Code in, picture out. `render` is called in a worker thread, never on the event loop.
+    """Code in, picture out, or several with notes. `render` is called in a worker thread, never on the event loop.
+
+    A renderer that also has `async def render_async(code)` is awaited instead, and can be cancelled.
 
     Raises (in `render`):
         RenderError: the code has no picture; the message is short and is shown to the model.
@@ -28,7 +56,7 @@ class Renderer(Protocol):
         """The language of the code as the model is told it: "SVG", "Python", …"""
         ...
 
-    def render(self, code: str) -> Image: ...
+    def render(self, code: str) -> Image | Rendering: ...
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,16 @@ def as_renderer(render: Renderer | Callable[[str], Image | PIL.Image.Image | np.
     if callable(render):
         return FunctionRenderer(render)
     raise TypeError(f"render is a Renderer or a function from code to a picture, not {type(render).__name__}")
+
+
+def drawing(rendered: Image | Rendering) -> Rendering:
+    """What a renderer returned, decoded, as a `Rendering`."""
+    rendering = rendered if isinstance(rendered, Rendering) else Rendering((rendered,))
+    if not rendering.images:
+        raise RenderError("the renderer drew nothing")
+    if rendering.labels and len(rendering.labels) != len(rendering.images):
+        raise ValueError(f"{len(rendering.images)} pictures have {len(rendering.labels)} labels")
+    return rendering.load()
 
 
 def check_code(code: str) -> None:

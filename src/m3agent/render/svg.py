@@ -14,8 +14,8 @@ from xml.parsers import expat
 import PIL.Image
 
 from m3agent.errors import MissingDependency, RenderError
-from m3agent.loops.render import SIDE_LIMIT, check_code, on_canvas, short
 from m3agent.media.image import Image
+from m3agent.render.renderer import SIDE_LIMIT, check_code, on_canvas, short
 
 DEPTH_LIMIT = 100  # nested elements; resvg recurses over them
 
