@@ -42,7 +42,10 @@ _ARGUMENTS = [
     "--dns-prefetch-disable",
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--disable-features=LocalNetworkAccessChecks,Translate,MediaRouter,OptimizationHints",
+    # The last such flag counts: what playwright's own has has to be in it.
+    "--disable-features=LocalNetworkAccessChecks,Translate,MediaRouter,OptimizationHints,HttpsUpgrades,PaintHolding,"
+    "HttpsFirstBalancedModeAutoEnable,ThirdPartyStoragePartitioning,AvoidCorsURLLoaderRestartOnRedirect,"
+    "AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose,LensOverlay,NetworkTimeServiceQuerying",
 ]
 
 
@@ -162,7 +165,7 @@ async def _started(state: _State) -> Browser:
     from playwright.async_api import Error, async_playwright
 
     async with state.starting:
-        if state.browser is not None and state.browser.is_connected() and state.pid is not None:
+        if state.browser is not None and state.pid is not None and await _answers(state.browser):
             return state.browser
         await _stop(state)
         root = hasattr(os, "geteuid") and os.geteuid() == 0  # Chromium's own sandbox refuses to run as root
@@ -185,6 +188,15 @@ async def _started(state: _State) -> Browser:
             raise RenderError(f"Chromium does not start: {str(error).strip().splitlines()[0]}") from error
         state.pid = next(int(process["id"]) for process in found["processInfo"] if process["type"] == "browser")
         return state.browser
+
+
+async def _answers(browser: Browser) -> bool:
+    """Whether the browser is alive; that it died is known a moment later only."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(ENDING):
+            await (await browser.new_browser_cdp_session()).detach()
+            return True
+    return False
 
 
 async def _stop(state: _State) -> None:

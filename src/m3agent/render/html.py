@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from m3agent.errors import RenderError
 from m3agent.mailbox import outcome_of
 from m3agent.media.image import Image
 from m3agent.render.chromium import Chromium, check_installed
 from m3agent.render.network import Allowed
-from m3agent.render.page import Viewport, Watch, layout_findings, open_context, settle, shoot, watch_page
+from m3agent.render.page import (
+    Viewport,
+    Watch,
+    layout_findings,
+    open_context,
+    settle,
+    shoot,
+    unless_crashed,
+    watch_page,
+)
 from m3agent.render.renderer import SIDE_LIMIT, Rendering, check_code, short, together
 
 if TYPE_CHECKING:
@@ -73,27 +82,31 @@ class HtmlRenderer:
         """End the browser. Another render would start it again."""
         self._chromium.close()
 
-    def render(self, code: str) -> Rendering:
-        """The pictures, in the order of the viewports. Blocks for some 100 ms a viewport.
+    def render(self, code: str, viewports: Sequence[Viewport] | None = None) -> Rendering:
+        """The pictures, in the order of the viewports, which may be others than the renderer's own.
+
+        Blocks for some 100 ms a viewport.
 
         Raises:
             RenderError: the page takes too long, has too many elements, crashes the browser, leaves its address, or
                 opens a dialog, a window or a download.
         """
-        return self._submit(code).result()
+        return self._submit(code, viewports).result()
 
-    async def render_async(self, code: str) -> Rendering:
+    async def render_async(self, code: str, viewports: Sequence[Viewport] | None = None) -> Rendering:
         """`render` for any event loop; cancelled, it kills the browser, and the next render starts a new one."""
-        return await outcome_of(self._submit(code))
+        return await outcome_of(self._submit(code, viewports))
 
-    def _submit(self, code: str) -> Future[Rendering]:
+    def _submit(self, code: str, viewports: Sequence[Viewport] | None) -> Future[Rendering]:
         check_code(code)
-        return self._chromium.submit(lambda browser: self._rendered(browser, code))
+        chosen = self.viewports if viewports is None else tuple(viewports)
+        check_viewports(chosen)
+        return self._chromium.submit(lambda browser: self._rendered(browser, code, chosen))
 
-    async def _rendered(self, browser: Browser, code: str) -> Rendering:
+    async def _rendered(self, browser: Browser, code: str, viewports: Sequence[Viewport]) -> Rendering:
         try:
             async with asyncio.timeout(self.seconds):
-                return together([await self._at(browser, code, viewport) for viewport in self.viewports])
+                return together([await self._at(browser, code, viewport) for viewport in viewports])
         except TimeoutError:
             reason = f"the page takes more than {self.seconds:g} seconds: does a script run on for ever?"
             raise TooSlow(reason) from None
@@ -119,7 +132,7 @@ class HtmlRenderer:
         page = await context.new_page()
         watch_page(page, watch)
         try:
-            image, notes = await _raced(self._shot(page, watch), watch)
+            image, notes = await unless_crashed(self._shot(page, watch), watch)
         finally:
             await context.close()
         label = f"{viewport[0]}x{viewport[1]}"
@@ -149,20 +162,6 @@ class HtmlRenderer:
 
 class TooSlow(RenderError, TimeoutError):
     """Over the time: the browser is killed, since a page that spins cannot be closed."""
-
-
-async def _raced(shot: Coroutine[Any, Any, Shot], watch: Watch) -> Shot:
-    """The shot's outcome, unless the page crashes first: then calls into it would wait for ever."""
-    work, crash = asyncio.ensure_future(shot), asyncio.ensure_future(watch.crashed.wait())
-    try:
-        await asyncio.wait({work, crash}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise RenderError("the page crashed: it takes too much memory")
-        return work.result()
-    finally:
-        for task in (work, crash):
-            task.cancel()
-        await asyncio.wait({work, crash})
 
 
 def check_viewports(viewports: Sequence[Viewport]) -> None:

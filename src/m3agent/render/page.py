@@ -7,10 +7,11 @@ import io
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import PIL.Image
 
+from m3agent.errors import RenderError
 from m3agent.media.image import Image
 from m3agent.render.network import Allowed
 from m3agent.render.renderer import SIDE_LIMIT, short
@@ -18,6 +19,7 @@ from m3agent.render.renderer import SIDE_LIMIT, short
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Dialog, Page, Route, WebSocketRoute
 
+Result = TypeVar("Result")
 Viewport = tuple[int, int]  # width, height in CSS pixels, which are the picture's
 
 NOTES = 12  # at most, of one page
@@ -93,7 +95,7 @@ def watch_page(page: Page, watch: Watch) -> None:
         await dialog.dismiss()
 
     async def popup(other: Page) -> None:
-        watch.stopped.append("the page opened another window")
+        watch.stopped.append(f"the page opened another window ({short(other.url, 80)})")
         await other.close()
 
     def said(message: Any) -> None:
@@ -140,3 +142,18 @@ async def shoot(page: Page, *, full_page: bool = False) -> tuple[Image, str | No
     png = await page.screenshot(**options)
     with PIL.Image.open(io.BytesIO(png)) as picture:
         return Image(picture.convert("RGB")), cut
+
+
+async def unless_crashed(work: Awaitable[Result], watch: Watch) -> Result:
+    """The outcome of work on a page. Raises RenderError when the page crashes: its calls would wait for ever."""
+    watch.crashed.clear()
+    doing, crash = asyncio.ensure_future(work), asyncio.ensure_future(watch.crashed.wait())
+    try:
+        await asyncio.wait({doing, crash}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise RenderError("the page crashed: it takes too much memory")
+        return doing.result()
+    finally:
+        for task in (doing, crash):
+            task.cancel()
+        await asyncio.wait({doing, crash}, timeout=2)

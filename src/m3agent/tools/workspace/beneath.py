@@ -60,6 +60,7 @@ class Root:
             raise ToolDefinitionError(
                 f"workspace {os.fspath(path)!r}: not a folder that can be opened: {reason}"
             ) from None
+        self.path = os.path.abspath(path)
         weakref.finalize(self, os.close, self.descriptor)
         # Under these spellings absolute paths and links count as paths from the root.
         self._spellings = tuple({os.path.abspath(path), os.path.realpath(path)})
