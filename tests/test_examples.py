@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from m3agent.render.chromium import find_chromium
 from tests.agent.double import ScriptedRuntime, block, call, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +57,40 @@ def test_look_and_fix(tmp_path: Path):
     assert "ended: " in printed
     page = (tmp_path / "film_strip.html").read_text("utf-8")
     assert page.count("<article") >= 2
+
+
+PAGE = """<!doctype html><style>body {{ margin: 0; font: 16px sans-serif }} #w {{ width: {width} }}</style>
+<div id=w>Three cards</div>"""
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(find_chromium() is None, reason="Chromium is absent")
+async def test_refine_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
+        block(call("render", code=PAGE.format(width="900px"))),
+        block(call("render", code=PAGE.format(width="100%"))),
+        "It fits a phone now.",
+    )
+    monkeypatch.chdir(tmp_path)
+    result = await load("refine_page").work(runtime, "Three cards.", 4)
+    first, second = result.steps
+    assert [label for label, _ in first.pictures] == ["390x844", "1280x800"]
+    assert first.notes[0].startswith("390x844: the page is 900 px wide and scrolls sideways")
+    assert second.notes == ()
+    assert result.stopped == "answered"
+    assert "draft 2: 390x844, 1280x800\n" in capsys.readouterr().out
+    page = (tmp_path / "refine_page.html").read_text("utf-8")
+    assert page.count("<article") == 2
+    assert page.count("<img ") == 4
+    assert "900 px wide" in page
+    assert "score" not in page.partition("<body>")[2].replace("Scores, pictures", "")  # nothing judged it
+
+
+@needs_nano
+@pytest.mark.skipif(find_chromium() is None, reason="Chromium is absent")
+def test_refine_page_with_the_embedded_model(tmp_path: Path) -> None:
+    assert "ended: " in run("refine_page.py", tmp_path, "--rounds", "1")
+    assert (tmp_path / "refine_page.html").exists()
 
 
 @needs_nano

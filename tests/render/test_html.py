@@ -94,7 +94,10 @@ def test_only_the_allow_list_is_reached(renderer: HtmlRenderer, served: tuple[Si
     good, bad = served
     drawn = renderer.render(
         f"""<img id=a src="http://{good.host}/dot.png"><img src="http://{bad.host}/dot.png">
-        <img src="http://{good.host}/to/{bad.host}/redirected"><img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">
+        <img src="http://{good.host}/to/{bad.host}/redirected">
+        <img src="http://{good.host}/to/localhost:{bad.server_port}/named"><img src="http://localhost:{bad.server_port}/l">
+        <link rel=preconnect href="http://{bad.host}"><link rel=prefetch href="http://{good.host}/to/{bad.host}/ahead">
+        <img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">
         <iframe src="http://{good.host}/to/{bad.host}/framed"></iframe><img src="file:///etc/hostname">
         <script>
         new WebSocket("ws://{bad.host}/socket");

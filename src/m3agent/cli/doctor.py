@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from m3agent.render.chromium import VARIABLE, find_chromium
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,6 +25,7 @@ OPTIONAL = {  # distribution: (module, extra, what for)
     "rich": ("rich", "cli", "the command line"),
     "resvg-py": ("resvg_py", "svg", "rendering SVG, as the demo does"),
     "opencv-python-headless": ("cv2", "video", "films"),
+    "playwright": ("playwright", "browser", "pages in Chromium"),
     "huggingface-hub": ("huggingface_hub", "hub", "models by their hub name"),
 }
 NANO = Path(__file__).parent.parent / "nano"
@@ -44,7 +47,7 @@ def examine() -> list[Finding]:
         Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("CPU", f"{os.cpu_count()} cores"),
     ]
-    return findings + _packages() + _devices() + [_embedded_model()]
+    return findings + _packages() + [_chromium()] + _devices() + [_embedded_model()]
 
 
 def _packages() -> list[Finding]:
@@ -57,6 +60,12 @@ def _packages() -> list[Finding]:
         fix = f"for {purpose}: pip install 'm3agent[{extra}]'"
         findings.append(Finding(name, (_version(name) or "present") if here else "missing", here, fix))
     return findings
+
+
+def _chromium() -> Finding:
+    path = find_chromium()
+    fix = f"for pages: install Chromium (Debian: chromium), or name its binary in {VARIABLE}"
+    return Finding("Chromium", path or "missing", path is not None, fix)
 
 
 def _version(distribution: str) -> str | None:

@@ -47,6 +47,7 @@ def film_strip(
         stopped=_ENDINGS.get(refinement.stopped, refinement.stopped),
         text=refinement.text,
         compared=any(step.difference is not None for step in refinement.steps),
+        judged=not refinement.steps or any(step.checks for step in refinement.steps),  # else a score says nothing
         address=_address,
         percent=percent,
     )
