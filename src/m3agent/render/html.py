@@ -134,7 +134,9 @@ class HtmlRenderer:
         try:
             image, notes = await unless_crashed(self._shot(page, watch), watch)
         finally:
-            await context.close()
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # else the browser is killed: a page that spins cannot be closed
+                await context.close()
         label = f"{viewport[0]}x{viewport[1]}"
         return Rendering((image,), tuple(notes), (label,))
 
