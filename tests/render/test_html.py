@@ -183,7 +183,7 @@ def test_ends_when_collected_and_with_the_interpreter():
     )
     source = str(Path(html_module.__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", program],
+        [sys.executable, "-W", "error", "-c", program],
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,
