@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from m3agent import loops, tools
     from m3agent.agent import Agent
+    from m3agent.compaction import Compaction
     from m3agent.content import (
         Message,
         Text,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         CallArguments,
         CallFinished,
         CallStarted,
+        Compacted,
         Done,
         Event,
         Reply,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "m3agent.agent": ("Agent",),
+    "m3agent.compaction": ("Compaction",),
     "m3agent.content": ("Message", "Text", "Thinking", "ToolCall", "ToolResult", "dump_messages", "load_messages"),
     "m3agent.errors": (
         "CheckpointError",
@@ -95,6 +98,7 @@ _MODULES = {
         "CallArguments",
         "CallFinished",
         "CallStarted",
+        "Compacted",
         "Done",
         "Event",
         "Reply",
@@ -123,6 +127,8 @@ __all__ = [
     "CallFinished",
     "CallStarted",
     "CheckpointError",
+    "Compacted",
+    "Compaction",
     "ConfigError",
     "Context",
     "ContextOverflow",

@@ -12,6 +12,7 @@ import anyio
 
 from m3agent.approval import Approve
 from m3agent.chat.messages import THINKING_MODES, Thinking
+from m3agent.compaction import Compaction
 from m3agent.content import Content, Message
 from m3agent.errors import RuntimeClosed
 from m3agent.events import Reply
@@ -49,6 +50,8 @@ class Agent:
         price: what tokens cost; then `reply.cost` is counted, and runs can have a `max_cost`.
         guided: hold calls to their tools' schemas while they are written. Without it a call that does not fit is
             answered with an error, and `output=` is only asked for.
+        compaction: make room when the context runs short, see `Compaction`; None lets the session run full, and
+            `session.compact()` is there.
 
     Raises ToolDefinitionError for two tools of one name, ValueError for an unknown thinking mode.
     """
@@ -66,6 +69,7 @@ class Agent:
         hooks: Hooks | None = None,
         price: Price | None = None,
         guided: bool = True,
+        compaction: Compaction | None = None,
     ) -> None:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
@@ -81,6 +85,7 @@ class Agent:
         self._hooks = hooks or Hooks()
         self._price = price
         self._guided = guided
+        self._compaction = compaction
         self.instructions = instructions
         self.thinking: Thinking | None = thinking
         self.max_turns = max_turns
@@ -106,7 +111,7 @@ class Agent:
         history = History(runtime, self.instructions, thinking, self._tools, messages)
         sampling = self._sampling or runtime.defaults.sampling()
         defaults = RunOptions(max_turns=self.max_turns, sampling=sampling, approve=self._approve)
-        return Session(history, Setup(defaults, self._hooks, self._price, self._guided))
+        return Session(history, Setup(defaults, self._hooks, self._price, self._guided, self._compaction))
 
     def as_tool(
         self, *, name: str = "agent", description: str = "", fork: bool = False, output: Any = None

@@ -86,6 +86,18 @@ class ApprovalNeeded:
 
 
 @dataclass(frozen=True)
+class Compacted:
+    """The session made room: its log had `before` tokens and has `after`. `results` old results are notes now, and
+    `turns` old turns of the model a summary of its own. `session.full_result` still has the results.
+    """
+
+    before: int
+    after: int
+    results: int
+    turns: int
+
+
+@dataclass(frozen=True)
 class ToolResultEvent:
     """The result of the call `result.call_id`, as the model will see it."""
 
@@ -139,5 +151,6 @@ Event = (
     | ToolFinished
     | ToolResultEvent
     | ApprovalNeeded
+    | Compacted
     | Done
 )

@@ -1,4 +1,4 @@
-"""`History`: a session's messages and its token log. Both only grow, and what belongs together enters together.
+"""`History`: a session's messages and its token log, which grow together; only `compact` takes anything out of them.
 
 Everything that can fail or wait (decoding a picture, cutting it into patches, tokenising) is done before, in a thread;
 the entering itself waits for nothing, so a cancellation finds either all of a message or nothing of it.
@@ -16,14 +16,25 @@ import anyio.to_thread
 from m3agent import chat
 from m3agent.chat import ChatMessage, Prompt, markers
 from m3agent.chat.messages import Thinking
+from m3agent.compaction import (
+    SUMMARY,
+    Compaction,
+    Rebuilt,
+    asking,
+    rebuild,
+    recent_from,
+    without_old_results,
+    without_old_turns,
+)
 from m3agent.content import Message, Text, ToolCall, ToolChange, ToolResult
 from m3agent.cutting import LEAST, cut_result
 from m3agent.errors import ContextOverflow, ConversationError, RuntimeClosed, ToolDefinitionError, ToolError
+from m3agent.events import Compacted
 from m3agent.tools import Tool
 from m3agent.transcript import chat_messages, complete, result_message
 
 if TYPE_CHECKING:
-    from m3agent.runtime import Guide, Runtime, Sampling, Sequence, TokenStream
+    from m3agent.runtime import Guide, Runtime, Sampling, Sequence, TokenStream, Usage
 
 CANCELLED = "cancelled"
 NOT_APPROVED = "not approved"
@@ -137,6 +148,85 @@ class History:
             self.messages.append(message)
         return [answer.result for answer in refused]
 
+    @property
+    def head_tools(self) -> list[dict[str, Any]]:
+        """The definitions at the front of the prompt."""
+        return self._head or self.definitions
+
+    def head(self) -> list[ChatMessage]:
+        """What stands before all messages."""
+        return [ChatMessage("developer", [self._instructions])] if self._instructions else []
+
+    @property
+    def fill(self) -> float:
+        """The share of the context that the log takes, with the results that wait for the next turn."""
+        waiting = sum(answer.tokens for answer in self._waiting.values() if isinstance(answer, Answer))
+        used = 0 if self._sequence is None else len(self._sequence)
+        return (used + waiting) / self.runtime.context_length
+
+    async def compact(self, rule: Compaction, target: float) -> tuple[Compacted, Usage] | None:
+        """Make room, until the log takes `target` of the context or nothing more may go; None when nothing could.
+
+        Between turns only. Raises RuntimeClosed, MediaError, ConversationError; then nothing has changed, and the same
+        holds when it is cancelled.
+        """
+        if self._sequence is None:
+            return None
+        began, before = len(self._sequence), self._logged
+        rest = self.messages[len(before) :]
+        recent = recent_from(before, rule.keep_turns)
+        after, whole = without_old_results(before, recent)
+        built = await anyio.to_thread.run_sync(rebuild, self, before, after)
+        usage, summarised = _no_usage(), 0
+        turns = sum(message.role == "assistant" for message in before[:recent])
+        if rule.summarise and built.length > target * self.runtime.context_length and turns:
+            summary, usage = await self._summary(built)
+            after, summarised = without_old_turns(after, recent, summary), turns
+            built = await anyio.to_thread.run_sync(rebuild, self, before, after)
+        if built.length >= began:
+            return None
+        sequence = self._sequence.fork(built.kept)
+        sequence.append(built.ids, built.media)
+        # Nothing below waits: log and messages change together.
+        self._sequence.close()
+        self._sequence, self.messages = sequence, [*after, *rest]
+        self.whole |= {call_id: text for call_id, text in whole.items() if call_id not in self.whole}
+        return Compacted(began, built.length, len(whole), summarised), usage
+
+    @property
+    def _logged(self) -> list[Message]:
+        """The messages that are in the log."""
+        return self.messages[:-1] if self._waiting else list(self.messages)
+
+    async def _summary(self, built: Rebuilt) -> tuple[str, Usage]:
+        """What the model makes of its past, on a fork; "" where there is no room to ask."""
+        assert self._sequence is not None
+        fork = self._sequence.fork(built.kept)
+        try:
+            fork.append(built.ids, built.media)
+            segments = self.runtime.chat_format.render_next([asking()], "disabled", after_cut=self._cut)
+            prompt = chat.encode(segments, self.runtime.tokenizer)
+            most = min(SUMMARY, self.runtime.context_length // 8)
+            most = min(most, self.runtime.context_length - len(fork) - len(prompt.ids) - 1)
+            if most < 16:
+                return "", _no_usage()
+            fork.append(prompt.ids, prompt.media)
+            sampling = replace(self.runtime.defaults.sampling(), max_tokens=most)
+            parser, detokenizer = (
+                chat.ReplyParser([], "disabled", tokens=True),
+                chat.Detokenizer(self.runtime.tokenizer),
+            )
+            events: list[chat.ParseEvent] = []
+            async with fork.generate(sampling) as stream:
+                async for token in stream:
+                    for text, control in detokenizer.push(token.id):
+                        events += parser.feed(text, control)
+                usage = stream.usage
+            events += parser.finish()
+            return "".join(event.text for event in events if isinstance(event, chat.TextDelta)).strip(), usage
+        finally:
+            fork.close()
+
     async def guide(self, answer: dict[str, Any] | None) -> Guide | None:
         """What holds the next turn to the tools' schemas, and to the answer's. Raises GuideError."""
         definitions, guides = self.definitions, self.runtime.guides
@@ -226,9 +316,10 @@ class History:
         if self._sequence is not None:
             segments = self.runtime.chat_format.render_next(added, self.thinking, after_cut=self._cut)
         else:
-            head = [ChatMessage("developer", [self._instructions])] if self._instructions else []
             restored = chat_messages(self._restored, spec)
-            segments = self.runtime.chat_format.render([*head, *restored, *added], self.definitions, self.thinking)
+            segments = self.runtime.chat_format.render(
+                [*self.head(), *restored, *added], self.definitions, self.thinking
+            )
         texts = "".join(segment.text for segment in segments if isinstance(segment, chat.Text))
         limit = self.runtime.context_length
         if self.runtime.tokenizer.exceeds(texts, limit):
@@ -276,6 +367,12 @@ class History:
         used = 0 if self._sequence is None else len(self._sequence)
         used += sum(answer.tokens for answer in self._waiting.values() if isinstance(answer, Answer))
         return limit - used - self._tokens([]) - min(REPLY_ROOM, limit // 8)
+
+
+def _no_usage() -> Usage:
+    from m3agent.runtime import Usage
+
+    return Usage()
 
 
 def error_result(call_id: str, text: str) -> ToolResult:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from m3agent.approval import Approve, Decision
+from m3agent.compaction import Compaction
 from m3agent.events import Event
 from m3agent.hooks import Hooks
 from m3agent.limits import Limits, Price
@@ -43,12 +44,13 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Setup:
-    """What the runs of a session have from its agent: options they need not be given, hooks, a price, guided or not."""
+    """What the runs of a session have from its agent: options they need not be given, and what no run changes."""
 
     defaults: RunOptions
     hooks: Hooks = field(default_factory=Hooks)
     price: Price | None = None
     guided: bool = True
+    compaction: Compaction | None = None
 
     def options(self, given: Mapping[str, Any]) -> RunOptions:
         """Those of a run. Raises TypeError, which names options that do not exist."""

@@ -9,9 +9,10 @@ from typing import Any, Self, TypeVar, Unpack, overload
 
 import anyio
 
+from m3agent.compaction import Compaction
 from m3agent.content import Content, Message, ToolCall, ToolResult
 from m3agent.errors import SessionBusy, ToolDefinitionError
-from m3agent.events import Reply
+from m3agent.events import Compacted, Reply
 from m3agent.history import History
 from m3agent.options import RunOptions, Setup
 from m3agent.output import output_of
@@ -26,7 +27,7 @@ class Session:
     """Made by `Agent.session()`. One run at a time; sessions of one runtime run side by side.
 
     The session holds tokens: what the model produced stays as it was produced, every prompt is a continuation of the
-    last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0).
+    last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0). Only `compact` leaves things out.
     """
 
     def __init__(self, history: History, setup: Setup) -> None:
@@ -46,7 +47,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """The token log. The log of a turn is a prefix of the next one's, always."""
+        """The token log. The log of a turn is a prefix of the next one's, unless it was compacted between."""
         return self._history.tokens
 
     @property
@@ -115,6 +116,20 @@ class Session:
         """
         self._check_idle("a tool cannot be removed during a run")
         self._history.remove_tool(name)
+
+    async def compact(self, rule: Compaction | None = None) -> Compacted | None:
+        """Make room in the context now: old results become notes, and, if that does not halve the log, old turns of the
+        model a summary that it writes. None when there was nothing to leave out. rule: the agent's own by default.
+
+        Raises SessionBusy during a run, RuntimeClosed. Nothing changes when it is cancelled.
+        """
+        self._check_idle("a session cannot be compacted during a run")
+        self._busy.held = True
+        try:
+            found = await self._history.compact(rule or self._setup.compaction or Compaction(), self._history.fill / 2)
+        finally:
+            self._busy.held = False
+        return found and found[0]
 
     def full_result(self, call_id: str) -> str:
         """A call's result as text, whole where the model was shown a part. Raises KeyError for an unknown id."""

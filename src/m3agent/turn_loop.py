@@ -140,6 +140,15 @@ class TurnLoop:
             await self._send()
 
     async def _send(self) -> None:
+        rule = self._run.setup.compaction
+        if rule is not None and self._history.fill >= rule.at:
+            added = len(self._history.messages) - self._first_message
+            found = await self._history.compact(rule, rule.at / 2)
+            if found is not None:
+                compacted, usage = found
+                self.events.append(compacted)
+                self._usage += usage
+                self._first_message = max(len(self._history.messages) - added, 0)
         refused = await self._history.send(self._message)
         self._message = None
         self._began = True
