@@ -33,6 +33,7 @@ ROWS = [
     ["hooks"],
     ["output"],
     ["events"],
+    ["tracing"],
     ["tools"],
     ["render"],
     ["content"],

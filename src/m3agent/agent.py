@@ -52,6 +52,7 @@ class Agent:
             answered with an error, and `output=` is only asked for.
         compaction: make room when the context runs short, see `Compaction`; None lets the session run full, and
             `session.compact()` is there.
+        trace_content: let OpenTelemetry spans hold what was said, called and answered, and not just how much.
 
     Raises ToolDefinitionError for two tools of one name, ValueError for an unknown thinking mode.
     """
@@ -70,6 +71,7 @@ class Agent:
         price: Price | None = None,
         guided: bool = True,
         compaction: Compaction | None = None,
+        trace_content: bool = False,
     ) -> None:
         if thinking is not None and thinking not in THINKING_MODES:
             raise ValueError(f"thinking must be one of {', '.join(THINKING_MODES)}, not {thinking!r}")
@@ -86,6 +88,7 @@ class Agent:
         self._price = price
         self._guided = guided
         self._compaction = compaction
+        self._trace_content = trace_content
         self.instructions = instructions
         self.thinking: Thinking | None = thinking
         self.max_turns = max_turns
@@ -111,7 +114,10 @@ class Agent:
         history = History(runtime, self.instructions, thinking, self._tools, messages)
         sampling = self._sampling or runtime.defaults.sampling()
         defaults = RunOptions(max_turns=self.max_turns, sampling=sampling, approve=self._approve)
-        return Session(history, Setup(defaults, self._hooks, self._price, self._guided, self._compaction))
+        setup = Setup(
+            defaults, self._hooks, self._price, self._guided, self._compaction, trace_content=self._trace_content
+        )
+        return Session(history, setup)
 
     def as_tool(
         self, *, name: str = "agent", description: str = "", fork: bool = False, output: Any = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import TaskGroup
 
+from m3agent import tracing
 from m3agent.approval import Approve, Decision, ask, needs_approval, refuse
 from m3agent.background import Background
 from m3agent.content import ToolCall, ToolResult, content_parts
@@ -47,6 +48,8 @@ class Surroundings:
     approve: Approve | None
     decisions: Mapping[str, Decision]
     all_ask: bool
+    span: tracing.Span = None
+    trace_content: bool = False
 
 
 class Calls:
@@ -129,8 +132,10 @@ class Calls:
     async def _call(self, index: int) -> None:
         async with self._limiter:
             began = time.perf_counter()
-            with self._told(index, began):
-                result = await self._result(self._calls[index], self._contexts[index])
+            call, given = self._calls[index], self._given
+            with self._told(index, began), tracing.tool(given.span, call, given.trace_content) as span:
+                result = await self._result(call, self._contexts[index])
+                span.result(result)
                 self._finish(index, await self._history.prepare(result), began)
 
     @contextmanager

@@ -51,6 +51,7 @@ class Setup:
     price: Price | None = None
     guided: bool = True
     compaction: Compaction | None = None
+    trace_content: bool = False
 
     def options(self, given: Mapping[str, Any]) -> RunOptions:
         """Those of a run. Raises TypeError, which names options that do not exist."""

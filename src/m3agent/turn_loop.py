@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from m3agent import tracing
 from m3agent.approval import Decision, checked_decisions
 from m3agent.background import Background
 from m3agent.calls import Calls, Surroundings
@@ -78,6 +79,7 @@ class TurnLoop:
         self._calls: Calls | None = None  # while they run
         self._exit = AsyncExitStack()
         self._first_message = 0
+        self._span = self._turn_span = None  # of tracing
         self._turns = 0
         self._answers = 0  # that did not fit the output's type
         self._value: Any = None
@@ -104,6 +106,7 @@ class TurnLoop:
         if self._turn is not None:
             self._end_turn()
         self._drop_calls(CANCELLED)
+        tracing.end_run(self._span, self._usage, None)
         self._release()
 
     async def out_of_time(self) -> None:
@@ -121,6 +124,7 @@ class TurnLoop:
             raise SessionBusy("this session runs already; wait for that run, or fork the session before")
         self._run.busy.held = self._holds = True
         history = self._history
+        self._span = tracing.start_run(history.runtime.name)
         self._sampling.check_stop(history.runtime.vocabulary)
         parts = content_parts(self._run.parts)
         if parts and self._run.output is not None:
@@ -164,6 +168,7 @@ class TurnLoop:
         if self._run.setup.guided:
             guide = await self._history.guide(None if self._run.output is None else self._run.output.schema)
         tokens = self._history.generate(replace(self._sampling, max_tokens=most), guide)
+        self._turn_span = tracing.start_turn(self._span, self._history.runtime.name, tokens.sampling)
         self._tokens = await self._exit.enter_async_context(tokens)
         self.step = TurnLoop._read_token
 
@@ -204,7 +209,14 @@ class TurnLoop:
             approve = run.setup.defaults.get("approve")
         assert not isinstance(approve, Mapping)
         surroundings = Surroundings(
-            run.session, self._run.options.get("deps"), run.setup.hooks, approve, decisions, all_ask
+            run.session,
+            self._run.options.get("deps"),
+            run.setup.hooks,
+            approve,
+            decisions,
+            all_ask,
+            self._span,
+            run.setup.trace_content,
         )
         self._began = True
         self._calls = Calls(calls, self._history, surroundings)
@@ -252,6 +264,8 @@ class TurnLoop:
         self._turns += 1
         usage = _no_usage() if tokens is None else tokens.usage
         self._usage += usage
+        finish, content = None if tokens is None else tokens.finish, self._run.setup.trace_content
+        tracing.end_turn(self._turn_span, usage, finish, message, content)
         return TurnFinished(self._turns, message, usage)
 
     def _count_calls(self) -> None:
@@ -289,6 +303,7 @@ class TurnLoop:
         self.reply = Reply(text, thinking, messages, self._usage, stop, cost, self._value)
         self.events.append(Done(self.reply))
         self.step = None
+        tracing.end_run(self._span, self._usage, stop)
         self._release()
 
     def _release(self) -> None:

@@ -82,6 +82,7 @@ class ScriptedRuntime:
     media: list[Patches] = field(default_factory=list[Patches])  # every picture that was appended, in order
     samplings: list[Sampling] = field(default_factory=list[Sampling])
     closed_sequences: int = 0
+    name: str = "scripted"
 
     def __post_init__(self) -> None:
         self.chat_format = ChatFormat(self.tokenizer)

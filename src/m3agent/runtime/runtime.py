@@ -54,7 +54,10 @@ class Runtime:
         defaults: Defaults,
         chat_format: ChatFormat | None = None,
         cache_tokens: int | None = None,
+        name: str = "minimax-m3",
     ) -> None:
+        self.name = name
+        """What spans call the model: the checkpoint's folder or hub id, m3-nano for the embedded one."""
         self.config: M3Config = model.config
         self.fingerprint: str = model.fingerprint
         self.tokenizer = tokenizer
@@ -178,6 +181,7 @@ def _load(
         defaults=files.defaults,
         chat_format=files.chat_format,
         cache_tokens=cache_tokens,
+        name="m3-nano" if name is None else str(name),
     )
 
 

@@ -32,6 +32,7 @@ class DoubleRuntime:
     vocabulary: int
     prompts: list[list[int]] = field(default_factory=list[list[int]])  # the log at the beginning of each turn
     closed: bool = False
+    name: str = "test-double"
 
     def __post_init__(self) -> None:
         from m3agent.runtime.guide import Guides
