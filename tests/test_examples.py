@@ -162,3 +162,26 @@ async def test_coding_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert "wrong total" in results[1]
     assert results[-1] == "passed\n[exit code 0]"
     assert "→ edit" in capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_approvals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paused in one process, decided in another: only the file of messages is between them."""
+    approvals = load("approvals")
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for name, text in (("old.log", "x"), ("new.log", "y"), ("empty.log", "")):
+        (folder / name).write_text(text)
+    calls = block(*[call("remove", name=name) for name in ("old.log", "new.log", "empty.log")])
+    runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(calls)
+    reply = await approvals.go_on(runtime, folder, "Remove the logs.", {})
+    assert reply.stop == "approval"
+    assert "call_1 waits: remove(name='old.log')\ncall_2 waits" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["conversation.json", "new.log", "old.log"]
+
+    another = ScriptedRuntime(make_tokenizer(tmp_path)).says("The old one is gone.")
+    reply = await approvals.go_on(another, folder, None, {"call_1": True, "call_2": False})
+    assert reply.text == "The old one is gone."
+    assert [path.name for path in folder.iterdir()] == ["new.log"]
+    assert "removed old.log" in another.tokenizer.decode(another.prompts[0])
+    assert "not approved" in another.tokenizer.decode(another.prompts[0])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Text,
         Thinking,
         ToolCall,
+        ToolChange,
         ToolResult,
         dump_messages,
         load_messages,
@@ -72,7 +73,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "m3agent.agent": ("Agent",),
     "m3agent.compaction": ("Compaction",),
-    "m3agent.content": ("Message", "Text", "Thinking", "ToolCall", "ToolResult", "dump_messages", "load_messages"),
+    "m3agent.content": (
+        "Message",
+        "Text",
+        "Thinking",
+        "ToolCall",
+        "ToolChange",
+        "ToolResult",
+        "dump_messages",
+        "load_messages",
+    ),
     "m3agent.errors": (
         "CheckpointError",
         "ConfigError",
@@ -161,6 +171,7 @@ __all__ = [
     "ThinkingDelta",
     "Tool",
     "ToolCall",
+    "ToolChange",
     "ToolDefinitionError",
     "ToolError",
     "ToolFinished",
