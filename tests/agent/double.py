@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -18,8 +17,8 @@ import anyio.lowlevel
 
 from m3agent.chat import ChatFormat, ReplyParser, Tokenizer
 from m3agent.media.pixels import Patches, PixelSpec
-from m3agent.runtime import Defaults, Guide, Sampling, Token, Usage
-from m3agent.runtime.guide import Guides
+from m3agent.runtime import Defaults, Sampling
+from m3agent.testing.double import DoubleRuntime, DoubleSequence
 from tests.runtime.tiny import write_tokenizer
 
 NS = "]<]minimax[>["
@@ -68,25 +67,17 @@ class Fuse:
         await anyio.lowlevel.checkpoint()
 
 
-@dataclass
-class ScriptedRuntime:
-    tokenizer: Tokenizer
-    chat_format: ChatFormat = field(init=False)
-    replies: list[str] = field(default_factory=list[str])  # one a turn, across all sequences
-    context_length: int = 1_000_000
-    vocabulary: int = 320
-    pixels: PixelSpec | None = field(default_factory=PixelSpec)
-    defaults: Defaults = field(default_factory=lambda: Defaults(thinking_mode="disabled"))
-    fuse: Fuse = field(default_factory=Fuse)
-    prompts: list[list[int]] = field(default_factory=list[list[int]])
-    media: list[Patches] = field(default_factory=list[Patches])  # every picture that was appended, in order
-    samplings: list[Sampling] = field(default_factory=list[Sampling])
-    closed_sequences: int = 0
-    name: str = "scripted"
+class ScriptedRuntime(DoubleRuntime):
+    """The double of `m3agent.testing` for turns that are written out, markers included, with all that tests look at."""
 
-    def __post_init__(self) -> None:
-        self.chat_format = ChatFormat(self.tokenizer)
-        self.guides = Guides(self.tokenizer, self.tokenizer.size)
+    def __init__(self, tokenizer: Tokenizer, *, context_length: int = 1_000_000, fuse: Fuse | None = None) -> None:
+        defaults = Defaults(thinking_mode="disabled")
+        super().__init__(tokenizer, ChatFormat(tokenizer), PixelSpec(), defaults, context_length, 320, name="scripted")
+        self.replies: list[str] = []  # one a turn, across all sequences
+        self.fuse = fuse or Fuse()
+        self.media: list[Patches] = []  # every picture that was appended, in order
+        self.samplings: list[Sampling] = []
+        self.closed_sequences = 0
 
     def says(self, *replies: str) -> Self:
         """Add turns; each is ended by the end token, unless it ends in "…" (a turn that only a limit ends)."""
@@ -96,89 +87,25 @@ class ScriptedRuntime:
     def sequence(self) -> ScriptedSequence:
         return ScriptedSequence(self)
 
+    def reply(self, log: list[int], sampling: Sampling) -> list[int]:
+        self.samplings.append(sampling)
+        reply = self.replies.pop(0)
+        return ids_of(reply if reply.endswith("…") else reply + END, self.tokenizer)
 
-class ScriptedSequence:
-    def __init__(self, runtime: ScriptedRuntime, tokens: Iterable[int] = ()) -> None:
-        self.runtime = runtime
-        self.log = list(tokens)
-        self._stream: Callable[[], ScriptedStream | None] = lambda: None
+    async def point(self) -> None:
+        await self.fuse.point()
 
-    @property
-    def tokens(self) -> list[int]:
-        return list(self.log)
 
-    def __len__(self) -> int:
-        return len(self.log)
-
-    @property
-    def last(self) -> int | None:
-        return self.log[-1] if self.log else None
+class ScriptedSequence(DoubleSequence):
+    runtime: ScriptedRuntime
 
     def append(self, ids: Iterable[int], media: Iterable[tuple[int, Patches]] = ()) -> None:
-        self.check_idle()
-        self.log += list(ids)
+        super().append(ids)
         self.runtime.media += [patches for _, patches in media]
 
-    def check_idle(self) -> None:
-        stream = self._stream()
-        assert stream is None or stream.left, "a stream is open"
-
-    def open(self, stream: ScriptedStream) -> None:
-        self.check_idle()
-        self._stream = weakref.ref(stream)
-
-    def generate(self, sampling: Sampling, guide: Guide | None = None) -> ScriptedStream:
-        """The script says what it says, the guide is not asked."""
-        return ScriptedStream(self, sampling)
-
-    def fork(self, tokens: int | None = None) -> ScriptedSequence:
-        return ScriptedSequence(self.runtime, self.log[:tokens])
-
     def close(self) -> None:
+        super().close()
         self.runtime.closed_sequences += 1
-
-
-class ScriptedStream:
-    def __init__(self, sequence: ScriptedSequence, sampling: Sampling) -> None:
-        self.sequence, self.sampling = sequence, sampling
-        self.runtime = sequence.runtime
-        self.left = True
-        self.finish: str | None = None
-        self.ids: list[int] = []
-        self.taken = 0
-
-    async def __aenter__(self) -> Self:
-        await self.runtime.fuse.point()
-        self.sequence.open(self)
-        self.left = False
-        self.runtime.prompts.append(self.sequence.tokens)
-        self.runtime.samplings.append(self.sampling)
-        reply = self.runtime.replies.pop(0)
-        self.ids = ids_of(reply if reply.endswith("…") else reply + END, self.runtime.tokenizer)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.lowlevel.checkpoint()
-        self.left = True
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Token:
-        await self.runtime.fuse.point()
-        limit = self.sampling.max_tokens
-        if self.taken == len(self.ids) or (limit is not None and self.taken >= limit):
-            self.finish = "stop" if self.taken and self.ids[self.taken - 1] == self.ids[-1] else "length"
-            raise StopAsyncIteration
-        token = self.ids[self.taken]
-        self.taken += 1
-        self.sequence.log.append(token)
-        return Token(token, 0.0)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(prompt_tokens=len(self.sequence.log) - self.taken, output_tokens=self.taken, first_tokens=1)
 
 
 # What a log must look like --------------------------------------------------------------------------------------------

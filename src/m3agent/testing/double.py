@@ -93,9 +93,9 @@ class DoubleSequence:
         """The guide is not asked: what is written is said."""
         return DoubleStream(self, sampling)
 
-    def fork(self, tokens: int | None = None) -> DoubleSequence:
+    def fork(self, tokens: int | None = None) -> Self:
         self.check_idle()
-        other = DoubleSequence(self.runtime, self.log[:tokens])
+        other = type(self)(self.runtime, self.log[:tokens])
         other.cached = min(self.cached, len(other))
         return other
 
