@@ -37,6 +37,7 @@ ROWS = [
     ["tools"],
     ["render"],
     ["content"],
+    ["backend"],
     ["runtime"],
     ["chat"],
     ["media"],

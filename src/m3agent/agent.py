@@ -25,7 +25,8 @@ from m3agent.subagent import agent_tool
 from m3agent.tools import Tool
 
 if TYPE_CHECKING:
-    from m3agent.runtime import Runtime, Sampling
+    from m3agent.backend import Backend
+    from m3agent.runtime import Sampling
 
 MAX_TURNS = 50
 
@@ -59,7 +60,7 @@ class Agent:
 
     def __init__(
         self,
-        runtime: Runtime | Awaitable[Runtime],
+        runtime: Backend | Awaitable[Backend],
         *,
         instructions: str | None = None,
         tools: Items[Tool[..., Any]] = (),
@@ -98,7 +99,7 @@ class Agent:
         return list(self._tools)
 
     @property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Backend:
         """The open runtime. Raises RuntimeClosed when it has not been opened yet."""
         if inspect.isawaitable(self._runtime):
             raise RuntimeClosed("the runtime is not open yet: async with m3agent.Runtime.open() as runtime: …")

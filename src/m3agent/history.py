@@ -34,7 +34,8 @@ from m3agent.tools import Tool
 from m3agent.transcript import chat_messages, complete, result_message
 
 if TYPE_CHECKING:
-    from m3agent.runtime import Guide, Runtime, Sampling, Sequence, TokenStream, Usage
+    from m3agent.backend import Backend, Sequence, TokenStream
+    from m3agent.runtime import Guide, Sampling, Usage
 
 CANCELLED = "cancelled"
 NOT_APPROVED = "not approved"
@@ -54,7 +55,7 @@ class Answer:
 class History:
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Backend,
         instructions: str | None,
         thinking: Thinking,
         tools: Iterable[Tool[..., Any]],

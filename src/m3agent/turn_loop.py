@@ -29,7 +29,8 @@ from m3agent.output import ATTEMPTS, Output
 from m3agent.turn import TurnReader
 
 if TYPE_CHECKING:
-    from m3agent.runtime import TokenStream, Usage
+    from m3agent.backend import TokenStream
+    from m3agent.runtime import Usage
 
 OUT_OF_TIME = "cancelled: the time limit of the run was reached"
 _LIMITS = {"tokens": "token", "cost": "cost"}

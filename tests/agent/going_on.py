@@ -12,7 +12,7 @@ from tests.agent.double import Fuse, ScriptedRuntime, block, call, check_log
 
 
 def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
-    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+    return m3.Agent(runtime, tools=tools, **options)
 
 
 GO_ON = (block(call("count", n="7")), "Still here.")

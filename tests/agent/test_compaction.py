@@ -32,7 +32,7 @@ def runtime(tmp_path: Path) -> ScriptedRuntime:
 
 
 def session_of(runtime: ScriptedRuntime, **options: object) -> m3.Session:
-    return m3.Agent(runtime, tools=[write], **options).session()  # pyright: ignore[reportArgumentType]
+    return m3.Agent(runtime, tools=[write], **options).session()
 
 
 async def talk(session: m3.Session, runtime: ScriptedRuntime, runs: int, letters: int = 2000) -> None:

@@ -72,7 +72,7 @@ def test_what_is_no_conversation_is_refused(data: str) -> None:
 
 
 def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
-    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+    return m3.Agent(runtime, tools=tools, **options)
 
 
 @m3.tool

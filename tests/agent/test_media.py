@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
-    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+    return m3.Agent(runtime, tools=tools, **options)
 
 
 def jpeg() -> bytes:

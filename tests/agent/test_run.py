@@ -26,7 +26,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 def agent(runtime: ScriptedRuntime, *tools: Any, **options: Any) -> m3.Agent:
-    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+    return m3.Agent(runtime, tools=tools, **options)
 
 
 async def test_an_answer_without_calls(runtime: ScriptedRuntime) -> None:
@@ -544,7 +544,7 @@ async def test_runs_that_begin_together_open_one_runtime(runtime: ScriptedRuntim
             return runtime
 
     opening = Opening()
-    shared = m3.Agent(opening)  # pyright: ignore[reportArgumentType]
+    shared = m3.Agent(opening)
     runtime.says("One.", "Two.")
     async with anyio.create_task_group() as group:
         group.start_soon(shared.run, "a")
@@ -557,6 +557,6 @@ def test_one_agent_serves_several_loops(runtime: ScriptedRuntime) -> None:
     async def opened() -> ScriptedRuntime:
         return runtime
 
-    shared = m3.Agent(opened())  # pyright: ignore[reportArgumentType]
+    shared = m3.Agent(opened())
     runtime.says("One.", "Two.")
     assert [shared.run_sync("a").text, shared.run_sync("b").text] == ["One.", "Two."]

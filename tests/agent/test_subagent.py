@@ -30,8 +30,8 @@ async def stock(sku: str, context: m3.Context) -> str:
 
 
 def pair(runtime: ScriptedRuntime, *, fork: bool = False, **options: object) -> m3.Session:
-    inner = m3.Agent(runtime, instructions="Look up.", tools=[stock])  # pyright: ignore[reportArgumentType]
-    outer = m3.Agent(runtime, tools=[inner.as_tool(name="research", fork=fork, **options), stock])  # pyright: ignore[reportArgumentType]
+    inner = m3.Agent(runtime, instructions="Look up.", tools=[stock])
+    outer = m3.Agent(runtime, tools=[inner.as_tool(name="research", fork=fork, **options), stock])
     return outer.session()
 
 
@@ -76,8 +76,8 @@ async def test_a_typed_result(runtime: ScriptedRuntime) -> None:
 
 
 async def test_an_agent_that_ends_early_is_an_error_for_the_caller(runtime: ScriptedRuntime) -> None:
-    inner = m3.Agent(runtime, tools=[stock], max_turns=1)  # pyright: ignore[reportArgumentType]
-    outer = m3.Agent(runtime, tools=[inner.as_tool(name="research")])  # pyright: ignore[reportArgumentType]
+    inner = m3.Agent(runtime, tools=[stock], max_turns=1)
+    outer = m3.Agent(runtime, tools=[inner.as_tool(name="research")])
     runtime.says(block(call("research", task="x")), "Looking." + block(call("stock", sku="A")), "Too bad.")
     reply = await outer.run("x")
     assert reply.messages[2].results[0].error
@@ -85,8 +85,8 @@ async def test_an_agent_that_ends_early_is_an_error_for_the_caller(runtime: Scri
 
 
 async def test_agents_inside_agents_have_an_end(runtime: ScriptedRuntime) -> None:
-    agent = m3.Agent(runtime)  # pyright: ignore[reportArgumentType]
-    again = m3.Agent(runtime, tools=[agent.as_tool(name="again", fork=True)])  # pyright: ignore[reportArgumentType]
+    agent = m3.Agent(runtime)
+    again = m3.Agent(runtime, tools=[agent.as_tool(name="again", fork=True)])
     runtime.says(*[block(call("again", task="deeper"))] * 5, *["done"] * 5)
     session = again.session()
     reply = await session.run("x")
@@ -102,8 +102,8 @@ async def test_cancelling_reaches_it(runtime: ScriptedRuntime) -> None:
         await anyio.sleep(600)
 
     started = anyio.Event()
-    inner = m3.Agent(runtime, tools=[wait])  # pyright: ignore[reportArgumentType]
-    outer = m3.Agent(runtime, tools=[inner.as_tool(name="research")])  # pyright: ignore[reportArgumentType]
+    inner = m3.Agent(runtime, tools=[wait])
+    outer = m3.Agent(runtime, tools=[inner.as_tool(name="research")])
     runtime.says(block(call("research", task="x")), block(call("wait")), "Going on.")
     session = outer.session()
     with anyio.fail_after(10):

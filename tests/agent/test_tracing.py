@@ -45,7 +45,7 @@ def stock(sku: str) -> str:
 
 
 def agent(runtime: ScriptedRuntime, *tools: m3.Tool[..., object], **options: object) -> m3.Agent:
-    return m3.Agent(runtime, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+    return m3.Agent(runtime, tools=tools, **options)
 
 
 def parent(span: ReadableSpan, found: list[ReadableSpan]) -> str | None:

@@ -25,7 +25,7 @@ def render(code: str) -> str:
 
 
 async def one_run(runtime: object, *, words: str = "Draw this picture.", shade: int = 200) -> list[m3.Message]:
-    agent = m3.Agent(runtime, tools=[render], sampling=GREEDY)  # pyright: ignore[reportArgumentType]
+    agent = m3.Agent(runtime, tools=[render], sampling=GREEDY)
     async with agent.session() as session:
         await session.run(words, picture(shade), max_turns=2)
         async with session.fork() as other:

@@ -85,7 +85,7 @@ async def test_the_limit_of_one_call_leaves_the_others_alone(tmp_path: Path) -> 
         return "done"
 
     runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(block(written("slow"), written("fast")), "So.")
-    reply = await m3.Agent(runtime, tools=[slow, fast]).run("Go")  # pyright: ignore[reportArgumentType]
+    reply = await m3.Agent(runtime, tools=[slow, fast]).run("Go")
     assert [result.text for result in reply.messages[2].results] == ["timed out after 0.05 s", "done"]
     assert [result.error for result in reply.messages[2].results] == [True, False]
 
@@ -260,7 +260,7 @@ async def test_generators_are_closed_when_they_fail_or_take_too_long() -> None:
 
 async def test_progress_reaches_the_stream(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(block(written("count_async", n="2")), "Two.")
-    agent = m3.Agent(runtime, tools=[count_async])  # pyright: ignore[reportArgumentType]
+    agent = m3.Agent(runtime, tools=[count_async])
     async with agent.session().stream("Go") as events:
         seen = [event.value async for event in events if isinstance(event, m3.ToolProgress)]
     assert seen == [0, 1]
@@ -314,7 +314,7 @@ async def test_a_flood_of_text_is_held_off(tmp_path: Path) -> None:
         return "x" * 50_000_000
 
     runtime = ScriptedRuntime(make_tokenizer(tmp_path), context_length=5000).says(block(written("flood")), "Much.")
-    reply = await m3.Agent(runtime, tools=[flood]).run("Go")  # pyright: ignore[reportArgumentType]
+    reply = await m3.Agent(runtime, tools=[flood]).run("Go")
     assert reply.text == "Much."
     assert len(reply.messages[2].results[0].text) < 5000
 
@@ -325,7 +325,7 @@ async def test_a_tool_that_runs_its_own_session_is_told_so(tmp_path: Path) -> No
         return (await context.session.run("And?")).text
 
     runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(block(written("again")), "Well.")
-    reply = await m3.Agent(runtime, tools=[again]).run("Go")  # pyright: ignore[reportArgumentType]
+    reply = await m3.Agent(runtime, tools=[again]).run("Go")
     assert "SessionBusy: this session runs already" in reply.messages[2].results[0].text
     assert reply.text == "Well."
 
@@ -346,7 +346,7 @@ async def test_two_sessions_share_a_tool_at_once(tmp_path: Path) -> None:
         folder = tmp_path / str(n)
         folder.mkdir()
         runtime = ScriptedRuntime(make_tokenizer(folder)).says(block(written("meet", n=str(n))), f"{n}")
-        reply = await m3.Agent(runtime, tools=[meet]).run("Go")  # pyright: ignore[reportArgumentType]
+        reply = await m3.Agent(runtime, tools=[meet]).run("Go")
         assert reply.messages[2].results[0].text == str(n)
 
     with anyio.fail_after(10):

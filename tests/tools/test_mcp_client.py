@@ -146,7 +146,7 @@ async def test_a_session_calls_them_and_sees_their_pictures(tmp_path: Path, addr
         block(written_call("srv_add", a=20, b=22), written_call("srv_picture", colour="red")), "Both are there."
     )
     async with m3.tools.mcp(url=address, prefix="srv_", only=["add", "picture"]) as server:
-        session = m3.Agent(runtime, tools=[*server]).session()  # pyright: ignore[reportArgumentType]
+        session = m3.Agent(runtime, tools=[*server]).session()
         assert (await session.run("Add, and show red.")).text == "Both are there."
     added, shown = session.messages[2].results
     assert added.text == "42"
@@ -158,7 +158,7 @@ async def test_a_session_hears_their_progress_and_asks_first(tmp_path: Path, add
         block(written_call("count", to=2), written_call("add", a=1)), "Done."
     )
     async with m3.tools.mcp(url=address, only=["add", "count"], needs_approval=["add"]) as server:
-        session = m3.Agent(runtime, tools=[*server]).session()  # pyright: ignore[reportArgumentType]
+        session = m3.Agent(runtime, tools=[*server]).session()
         async with session.stream("Count, and add.") as stream:
             events = [event async for event in stream]
         told = [event.value["message"] for event in events if isinstance(event, m3.ToolProgress)]

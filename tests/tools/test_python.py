@@ -239,7 +239,7 @@ async def test_cancel_01_cancelling_the_run_ends_the_process_before_it_returns(t
     runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
         block(written_call("python", code=code)), block(written_call("python", code="1")), "Still here."
     )
-    session = m3.Agent(runtime, tools=m3.tools.python(tmp_path)).session()  # pyright: ignore[reportArgumentType]
+    session = m3.Agent(runtime, tools=m3.tools.python(tmp_path)).session()
     async with anyio.create_task_group() as group:
         group.start_soon(session.run, "x")
         pids = await anyio.to_thread.run_sync(read_pids, tmp_path / "pids", 2)

@@ -227,7 +227,7 @@ async def test_cancel_01_cancelling_the_run_ends_the_command_before_it_returns(t
     runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
         block(written_call("shell", command="sleep 600 & echo $! >> pids; echo $$ >> pids; sleep 601")), "Still here."
     )
-    session = m3.Agent(runtime, tools=m3.tools.shell(tmp_path)).session()  # pyright: ignore[reportArgumentType]
+    session = m3.Agent(runtime, tools=m3.tools.shell(tmp_path)).session()
     async with anyio.create_task_group() as group:
         group.start_soon(session.run, "x")
         pids = await anyio.to_thread.run_sync(read_pids, tmp_path / "pids", 2)
