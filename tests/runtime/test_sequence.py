@@ -81,7 +81,7 @@ async def test_the_same_chunks_give_the_same_bits(opening: Open) -> None:
         whole = runtime.sequence()
         whole.append(ids)
         expected = await whole.logits()
-        whole.close()
+    async with opening() as runtime:  # another one, which knows nothing of these tokens
         holes = [runtime.sequence() for _ in range(8)]
         for hole in holes:
             hole.append(prompt(40, 9))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import weakref
 from collections import deque
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import torch
@@ -17,7 +19,8 @@ from m3agent.model.m3 import M3Model
 from m3agent.model.pages import KVPages
 from m3agent.runtime.cores import Cores
 from m3agent.runtime.features import FeatureCache
-from m3agent.runtime.kv import BlockTable, PagePool
+from m3agent.runtime.kv import BlockTable, KVCache
+from m3agent.runtime.kv.keys import root_key
 from m3agent.runtime.request import Ended, Request, Token
 from m3agent.runtime.sampling import choose
 from m3agent.runtime.scheduler import CHUNK, Work, plan
@@ -28,11 +31,10 @@ class Engine:
     """Starts its thread at once. `submit`, `close_table`, `drop`, `stop` and `stats` may be called from any thread."""
 
     def __init__(self, model: M3Model, pages: KVPages, *, context: int) -> None:
-        self.pool = PagePool(pages.pages)
-        self.page_tokens = pages.block_size
+        root = root_key(model.fingerprint, str(model.dtype), pages.block_size)
+        self.cache = KVCache(pages, root, self._relax_one)
         self.context = context
         self._model = model
-        self._pages = pages
         self._features = FeatureCache(model.encode_media)
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
@@ -40,15 +42,21 @@ class Engine:
         self._process = os.getpid()
         self._busy: dict[int, Request] = {}  # by id of the table
         self._active: list[Request] = []
+        self._waiting: list[Request] = []  # for pages, having been preempted
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self._uses = count(1)
         self.stopped = False
-        self._steps = self._computed = self._recomputed = self._output = 0
+        self._steps = self._computed = self._recomputed = self._output = self._found = self._preempted = 0
         self._thread = threading.Thread(target=self._work, name="m3agent-engine", daemon=True)
         self._thread.start()
         # A daemon thread inside torch while the interpreter goes down can crash it: end it before.
         atexit.register(self.stop_and_wait)
 
     def new_table(self) -> BlockTable:
-        return BlockTable(self.pool, self.page_tokens)
+        table = self.cache.new_table()
+        with self._lock:
+            self._tables.add(table)
+        return table
 
     def submit(self, request: Request) -> None:
         """Hand a request to the worker, and its table until the request has ended.
@@ -64,6 +72,8 @@ class Engine:
                 raise RuntimeClosed("the sequence is closed")
             if id(request.table) in self._busy:
                 raise SessionBusy("this sequence generates already; fork it, or wait for the first call")
+            request.begin()
+            request.table.used = next(self._uses)
             self._busy[id(request.table)] = request
             self._inbox.put(request)
 
@@ -99,19 +109,32 @@ class Engine:
                 raise RuntimeClosed("the runtime is closed" if self.stopped else "the sequence is closed")
             if id(table) in self._busy:
                 raise SessionBusy("this sequence generates; fork it before or after")
-            return table.fork()
+            other = table.fork()
+            self._tables.add(other)
+            return other
+
+    def cut(self, table: BlockTable, tokens: int) -> None:
+        """Forget what an idle table holds beyond its first `tokens`."""
+        with self._lock:
+            if not table.closed:
+                table.cut(tokens)
 
     def stats(self) -> Stats:
         self.reap()
+        pool = self.cache.pool
         return Stats(
-            total_pages=self.pool.total,
-            used_pages=self.pool.used if self._thread.is_alive() else 0,  # their memory went with the worker
-            page_tokens=self.page_tokens,
+            total_pages=pool.total,
+            used_pages=pool.used if self._thread.is_alive() else 0,  # their memory went with the worker
+            cached_pages=pool.cached if self._thread.is_alive() else 0,
+            page_tokens=self.cache.page_tokens,
             active_requests=len(self._busy),
             steps=self._steps,
             computed_tokens=self._computed,
             recomputed_tokens=self._recomputed,
+            found_tokens=self._found,
             output_tokens=self._output,
+            evicted_pages=self.cache.index.evicted,
+            preemptions=self._preempted,
         )
 
     def stop(self) -> None:
@@ -147,12 +170,12 @@ class Engine:
             left = list(self._busy.values())
         for request in left:
             self._end(request, "error", error)
-        del self._model, self._pages, self._features  # the memory goes back now, whoever still holds a sequence
+        del self._model, self._features, self.cache.pages  # the memory goes back now, whoever still holds a sequence
         atexit.unregister(self.stop_and_wait)
 
     def _receive(self) -> bool:
         """Take in new requests, waiting for one when there is nothing to do; False when the engine was stopped."""
-        wait = not self._active
+        wait = not self._active and not self._waiting
         while not self.stopped:
             try:
                 request = self._inbox.get(block=wait)
@@ -160,14 +183,15 @@ class Engine:
                 break
             if request is not None:
                 self._admit(request)
-            wait = not self._active
+            wait = not self._active and not self._waiting
         self.reap()
-        for request in [request for request in self._active if request.cancelled]:
+        for request in [request for request in self._active + self._waiting if request.cancelled]:
             self._end(request, "cancelled")
+        self._resume()
         return not self.stopped
 
     def _admit(self, request: Request) -> None:
-        tokens, room = request.prompt, self.pool.total * self.page_tokens
+        tokens, room = request.prompt, self.cache.pool.total * self.cache.page_tokens
         self._active.append(request)
         if tokens > self.context:
             problem = f"the prompt of {tokens} tokens is longer than the model's context of {self.context}"
@@ -178,30 +202,42 @@ class Engine:
         elif not request.pending:
             assert request.logits is not None
             self._sample(request, request.logits)
+        else:
+            self._find(request)
+
+    def _find(self, request: Request) -> None:
+        """Take over what others have computed of the pending tokens."""
+        try:
+            found = self.cache.find(request.table, request.ahead)
+        except Exception as error:
+            self._end(request, "error", error)
+            return
+        self._found += found
+        request.adopted(found)
 
     def _step(self, cores: Cores) -> None:
         """One pass through the model: prepare the work, run it as one batch, choose a token where a prompt is done."""
-        work: list[Work] = []
-        spans: list[Span] = []
+        prepared: list[tuple[Work, Span]] = []
         planned = plan(self._active, CHUNK)
         if all(piece.count == 1 for piece in planned):
             cores.leave_one()
         else:
             cores.take_all()
         for piece in planned:
-            span = self._span(piece)
+            span = self._span(piece) if piece.request in self._active else None
             if span is not None:
-                work.append(piece)
-                spans.append(span)
-        if not work:
+                prepared.append((piece, span))
+        prepared = [(piece, span) for piece, span in prepared if piece.request in self._active]  # some gave way
+        if not prepared:
             return
+        work, spans = [piece for piece, _ in prepared], [span for _, span in prepared]
         self._steps += 1
         for piece, logits in zip(work, self._forward(work, spans), strict=True):
             if logits is None:
                 continue
             request = piece.request
             prefill = not request.made
-            again = request.advance(piece.count)
+            again = request.advance(piece.count, self.cache.advance)
             if prefill:
                 self._computed += piece.count
                 self._recomputed += again
@@ -216,17 +252,64 @@ class Engine:
             if end > self.context:
                 raise ContextOverflow(f"the model's context of {self.context} tokens is full")
             media = self._features.inside(request.runs, start, end) if request.runs else []
-            table.reserve(end, self._pages.copy_page)
+            if not self._reserve(request, end):
+                return None
             ids = torch.tensor(request.pending[: piece.count], device=self._model.device)
             return Span(ids, start, table.tensor(self._model.device), media)
         except Exception as error:
             self._end(request, "error", error)
             return None
 
+    def _reserve(self, request: Request, end: int) -> bool:
+        """Pages up to position `end`, if need be from requests that came later; False when this one has to wait."""
+        while True:
+            try:
+                self.cache.reserve(request.table, end)
+                return True
+            except ContextOverflow:
+                if len(self._active) == 1:
+                    raise
+                last = max(self._active, key=lambda other: other.table.used)
+                self._preempt(last)
+                if last is request:
+                    return False
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages and let it wait; nothing that it made is lost."""
+        self.cache.settle(request.table)
+        request.relax()
+        self._active.remove(request)
+        self._waiting.append(request)
+        self._preempted += 1
+
+    def _resume(self) -> None:
+        """Go on with requests that wait, the first ones first, as far as their pages fit."""
+        while self._waiting:
+            request = min(self._waiting, key=lambda other: other.table.used)
+            size = self.cache.page_tokens
+            needed = len(request.pending) // size + 1 + len(self._active)  # each of the others may want a page, too
+            with self._lock:
+                idle = sum(len(table.pages) for table in self._tables if id(table) not in self._busy)
+            if self._active and needed > self.cache.pool.free + self.cache.pool.cached + idle:
+                return
+            self._waiting.remove(request)
+            self._active.append(request)
+            self._find(request)
+
+    def _relax_one(self) -> bool:
+        """For the cache: take the pages of the sequence that was idle for longest."""
+        self.reap()
+        with self._lock:
+            idle = [table for table in self._tables if table.pages and id(table) not in self._busy]
+            if not idle:
+                return False
+            min(idle, key=lambda table: table.used).release()
+            return True
+
     def _forward(self, work: list[Work], spans: list[Span]) -> list[Tensor | None]:
         """The logits of every span. When the batch fails, each span is tried alone and only the faulty ones end."""
         try:
-            return list(self._model.forward(spans, self._pages))
+            return list(self._model.forward(spans, self.cache.pages))
         except Exception as error:
             if len(work) == 1:
                 self._end(work[0].request, "error", error)
@@ -257,8 +340,10 @@ class Engine:
         self, request: Request, finish: str, error: BaseException | None = None, logits: Tensor | None = None
     ) -> None:
         """Let go of the request's sequence and tell its reader."""
-        if request in self._active:
-            self._active.remove(request)
+        for queue in (self._active, self._waiting):
+            if request in queue:
+                queue.remove(request)
+        self.cache.settle(request.table)
         with self._lock:
             self._busy.pop(id(request.table), None)
             request.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +12,9 @@ from torch import Tensor
 from m3agent.mailbox import Mailbox
 from m3agent.runtime.features import MediaRun
 from m3agent.runtime.guide import Guide
+from m3agent.runtime.kv.keys import Identity, identify, token_ids
 from m3agent.runtime.kv.table import BlockTable
+from m3agent.runtime.log import TokenLog
 from m3agent.runtime.sampling import Sampling, generator
 from m3agent.runtime.usage import Usage
 
@@ -41,12 +44,12 @@ class Request:
     """The worker alone changes it, but for `cancelled`, which anyone may set, and `taken`, which the reader counts."""
 
     table: BlockTable
-    pending: list[int]  # the ids at positions table.cached and on
-    runs: list[MediaRun]
+    log: TokenLog  # of the sequence; its first `prompt` tokens do not change while this runs
+    media: list[MediaRun]  # the pictures and films in the log
     sampling: Sampling
     stop: frozenset[int]
     guide: Guide | None = None
-    logits: Tensor | None = None  # behind the last token, [vocab], when nothing is pending
+    logits: Tensor | None = None  # behind the last token, [vocab], where they are known
     mailbox: Mailbox[Token | Ended] = field(default_factory=Mailbox)
     cancelled: bool = False
     ended: bool = False  # the worker has let go of the table
@@ -54,25 +57,59 @@ class Request:
 
     def __post_init__(self) -> None:
         self.random = generator(self.sampling.seed)
-        self.reused = self.table.cached
-        self.prompt = self.table.cached + len(self.pending)
-        self.computed = self.recomputed = self.media_tokens = self.made = 0
+        self.prompt = len(self.log)
+        self.pending: list[int] = []  # the ids at positions table.cached and on
+        self.runs: list[MediaRun] = []  # those pictures that pending tokens may touch
+        self.reused = self.computed = self.recomputed = self.media_tokens = self.made = 0
         self.began = time.perf_counter()
         self.first_at = self.last_at = self.ended_at = 0.0
+
+    def begin(self) -> None:
+        """The table is this request's from now on: see what of the log it holds."""
+        table = self.table
+        if table.cached == self.prompt and self.logits is None:
+            table.rewind(self.prompt - 1)  # a stream was left right after a computed token: nobody kept what follows it
+        self.pending = self.log.slice(table.cached, self.prompt)
+        self.look_ahead()
+        self.reused = table.cached
+
+    def look_ahead(self) -> None:
+        """After the table has changed by other means than `advance`."""
+        self.runs = [run for run in self.media if run.end > self.table.cached]
+
+    @property
+    def ahead(self) -> list[Identity]:
+        """What the pending tokens are."""
+        return identify(self.pending, self.table.cached, self.runs)
+
+    def adopted(self, tokens: int) -> None:
+        """The first `tokens` pending ones were found in the cache."""
+        del self.pending[:tokens]
+        self.look_ahead()
+        if not self.made:
+            self.reused += tokens
+
+    def relax(self) -> None:
+        """Give the table's pages back in the middle of the work; what is not found again is computed again."""
+        self.pending[:0] = token_ids(self.table.identities)
+        self.table.release()
+        self.look_ahead()
 
     def cancel(self) -> None:
         """Ask the worker to stop; it does within one step. May be called from anywhere, a finalizer too."""
         self.cancelled = True
 
-    def advance(self, count: int) -> int:
-        """The first `count` pending tokens are in the cache now; returns how many of them had been there before."""
+    def advance(self, count: int, advance: Callable[[BlockTable, list[Identity]], int]) -> int:
+        """The first `count` pending tokens are in the pages now; returns how many of them had been there before."""
         start, end = self.table.cached, self.table.cached + count
-        again = self.table.advance(count)
+        again = advance(self.table, identify(self.pending[:count], start, self.runs))
         if not self.made:
             self.computed += count
             self.recomputed += again
             self.media_tokens += sum(max(0, min(r.end, end) - max(r.start, start)) for r in self.runs)
         del self.pending[:count]
+        if self.runs and not self.pending:
+            self.runs = []
         return again
 
     def emit(self, token: Token) -> None:

@@ -16,6 +16,7 @@ from m3agent.media.pixels import Patches
 from m3agent.runtime.features import MediaRun, place
 from m3agent.runtime.guide import Guide
 from m3agent.runtime.kv import BlockTable
+from m3agent.runtime.log import TokenLog
 from m3agent.runtime.request import Ended, Request, Token
 from m3agent.runtime.sampling import Sampling
 from m3agent.runtime.usage import Usage
@@ -35,7 +36,7 @@ class Sequence:
         self._runtime = runtime
         self._engine = runtime.engine
         self._table = table or self._engine.new_table()
-        self._tokens: list[int] = []
+        self._tokens = TokenLog()
         self._runs: list[MediaRun] = []
         self._logits: Tensor | None = None  # behind the last token, where they are known
         self._request: Request | None = None  # the last call, until its end was seen
@@ -53,7 +54,7 @@ class Sequence:
     @property
     def last(self) -> int | None:
         """The last token of the log, None for an empty one."""
-        return self._tokens[-1] if self._tokens else None
+        return self._tokens.last
 
     @property
     def cached_tokens(self) -> int:
@@ -79,7 +80,7 @@ class Sequence:
                 raise ValueError(f"token id {token} is outside the vocabulary of {vocabulary}")
         runs = place(added, len(self._tokens), media, self._runtime.placeholders, self._runtime.merge)
         self._settle()
-        self._tokens += added
+        self._tokens.extend(added)
         self._runs += runs
         if added:
             self._logits = None
@@ -124,7 +125,7 @@ class Sequence:
         if self._request is not None:  # should it end right now, the table would hold more than the log
             raise SessionBusy("the last step of a dropped stream still runs; use its `async with` block, or fork later")
         other = Sequence(self._runtime, self._engine.fork(self._table))
-        other._tokens, other._runs, other._logits = list(self._tokens), list(self._runs), self._logits
+        other._tokens, other._runs, other._logits = self._tokens.fork(), list(self._runs), self._logits
         if tokens is not None and tokens < len(self._tokens):
             other._cut(tokens)
         return other
@@ -133,10 +134,10 @@ class Sequence:
         if any(run.start < tokens < run.end for run in self._runs):
             self.close()
             raise ValueError(f"token {tokens} lies inside a picture or film")
-        del self._tokens[tokens:]
+        self._tokens.cut(tokens)
         self._runs = [run for run in self._runs if run.end <= tokens]
         self._logits = None
-        self._table.cut(tokens)
+        self._engine.cut(self._table, tokens)
 
     def close(self) -> None:
         """Give the pages back, at once or at the end of the running step, whose stream then raises RuntimeClosed."""
@@ -155,8 +156,7 @@ class Sequence:
         if request is None or not request.ended:
             return  # or its last step still runs; `generate` waits for that
         self._request = None
-        if not self._table.closed:
-            self._table.cut(request.prompt + request.taken)
+        self._engine.cut(self._table, request.prompt + request.taken)
 
     async def _wait(self) -> Ended | None:
         """Until the last call, if its end was not seen yet, has let go. Its tokens that nobody took are lost."""
@@ -168,15 +168,10 @@ class Sequence:
         return None
 
     def _begin(self, sampling: Sampling, guide: Guide | None) -> Request:
-        if not self._tokens:
+        if not len(self._tokens):
             raise ValueError("the sequence is empty; append a prompt first")
-        table = self._table
-        if table.cached == len(self._tokens) and self._logits is None and not table.closed:
-            table.cached -= 1  # a stream was left right after a computed token: nobody kept what follows it
         stop = self._runtime.stop_tokens if sampling.stop is None else sampling.stop
-        pending = self._tokens[table.cached :]
-        self._runs = [run for run in self._runs if run.end > table.cached]
-        request = Request(table, pending, list(self._runs), sampling, stop, guide, self._logits)
+        request = Request(self._table, self._tokens, list(self._runs), sampling, stop, guide, self._logits)
         self._engine.submit(request)
         self._request = request
         return request

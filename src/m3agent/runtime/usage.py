@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 class Usage:
     """The tokens and the seconds of one call, or, after `+`, of several.
 
-    prompt_tokens: the log when the call began. reused_tokens: those of them that were in the cache.
-    computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of them that
+    prompt_tokens: the log when the call began. reused_tokens: those of them that were in the cache, from whichever
+    sequence. computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of them that
     had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens: prompt
     tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
     token, or to the end where none came, waiting for other calls included. decode_seconds: from the first token to
@@ -53,16 +53,22 @@ class Usage:
 class Stats:
     """A runtime at one moment, and its sums since it was opened.
 
-    total_pages, used_pages: the KV pool; page_tokens: tokens a page. active_requests: calls that generate now.
-    steps: model steps so far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those
-    of them that had done so before. output_tokens: tokens generated.
+    total_pages: the KV pool; used_pages: those that sequences hold; cached_pages: those that are kept for whoever comes
+    with the same tokens; page_tokens: tokens a page. active_requests: calls that generate now. steps: model steps so
+    far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those of them that had done so
+    before. found_tokens: prompt tokens that another sequence had computed. output_tokens: tokens generated.
+    evicted_pages: pages whose content was dropped. preemptions: calls that had to give their pages to others.
     """
 
     total_pages: int
     used_pages: int
+    cached_pages: int
     page_tokens: int
     active_requests: int
     steps: int
     computed_tokens: int
     recomputed_tokens: int
+    found_tokens: int
     output_tokens: int
+    evicted_pages: int
+    preemptions: int

@@ -1,9 +1,10 @@
-"""The KV cache as pages: who owns which page (`PagePool`) and which pages a sequence has (`BlockTable`).
+"""The KV cache as pages: who owns which (`PagePool`), a sequence's own (`BlockTable`), by content (`PrefixIndex`).
 
-The tensors themselves are `m3agent.model.pages.KVPages`; here are only page numbers and reference counts.
+`KVCache` puts the three together. The tensors are `m3agent.model.pages.KVPages`; here are numbers, counts and keys.
 """
 
+from m3agent.runtime.kv.cache import KVCache
 from m3agent.runtime.kv.pool import PagePool
 from m3agent.runtime.kv.table import BlockTable
 
-__all__ = ["BlockTable", "PagePool"]
+__all__ = ["BlockTable", "KVCache", "PagePool"]

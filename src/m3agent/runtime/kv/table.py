@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from m3agent.runtime.kv.keys import Identity, page_key
 from m3agent.runtime.kv.pool import PagePool
 
 
 class BlockTable:
     """The page numbers of one sequence in order; the first `cached` positions in them hold keys and values.
 
-    Not thread-safe: the worker uses it while a request runs on the sequence, and the sequence's owner otherwise.
+    Not thread-safe: the worker uses it while a request runs on the sequence, whoever has the engine's lock otherwise.
     """
 
-    def __init__(self, pool: PagePool, page_tokens: int) -> None:
+    def __init__(self, pool: PagePool, page_tokens: int, root: bytes = b"") -> None:
         self.pool = pool
         self.page_tokens = page_tokens
+        self.root = root
         self.pages: list[int] = []
         self.cached = 0  # tokens
         self.high_water = 0  # tokens: the most that were ever cached; below it, computing means computing again
+        self.keys: list[bytes] = []  # of the full pages
+        self.full: list[tuple[Identity, ...]] = []  # what the full pages are about
+        self.tail: list[Identity] = []  # and the tokens behind them
+        self.used = 0  # the engine's count of requests when it was used last
         self.closed = False
         self._tensor: Tensor | None = None
+
+    @property
+    def last_key(self) -> bytes:
+        """The key of the last full page; the root where there is none."""
+        return self.keys[-1] if self.keys else self.root
+
+    @property
+    def identities(self) -> list[Identity]:
+        """What the cached tokens are."""
+        return [*chain.from_iterable(self.full), *self.tail]
+
+    @property
+    def next_page(self) -> int | None:
+        """The page that the next token goes into, where the table has it already."""
+        place = self.cached // self.page_tokens
+        return self.pages[place] if place < len(self.pages) else None
+
+    def missing(self, tokens: int) -> int:
+        """How many pages `reserve` takes from the pool."""
+        page = self.next_page
+        copies = page is not None and self.pool.shared(page)
+        return max(0, -(-tokens // self.page_tokens) - len(self.pages)) + copies
 
     def reserve(self, tokens: int, copy_page: Callable[[int, int], None]) -> None:
         """Make room for positions `cached` to `tokens` - 1, in pages that only this sequence holds.
@@ -57,17 +86,39 @@ class BlockTable:
             self._tensor = torch.tensor(self.pages, dtype=torch.int64, device=device)
         return self._tensor
 
-    def advance(self, tokens: int) -> int:
-        """`tokens` more positions hold keys and values; returns how many of them had been computed before."""
-        again = max(0, min(self.high_water, self.cached + tokens) - self.cached)
-        self.cached += tokens
+    def advance(self, identities: Sequence[Identity]) -> int:
+        """So many more positions hold keys and values; returns how many of them had been computed before."""
+        again = max(0, min(self.high_water, self.cached + len(identities)) - self.cached)
+        self.cached += len(identities)
         self.high_water = max(self.high_water, self.cached)
+        self.tail += identities
+        while len(self.tail) >= self.page_tokens:
+            page = tuple(self.tail[: self.page_tokens])
+            del self.tail[: self.page_tokens]
+            self.keys.append(page_key(self.last_key, page))
+            self.full.append(page)
         return again
+
+    def adopt(self, pages: list[int], identities: Sequence[Identity]) -> None:
+        """Behind a page's edge: the next positions are in these pages, of which this sequence has a reference each."""
+        self.pages += pages
+        self._tensor = None
+        self.advance(identities)
+
+    def rewind(self, tokens: int) -> None:
+        """Only the first `tokens` positions count as cached. What is behind them may be computed again."""
+        self.cached = tokens
+        full = tokens // self.page_tokens
+        if full < len(self.full):
+            self.tail = list(self.full[full])
+            del self.keys[full:], self.full[full:]
+        del self.tail[tokens % self.page_tokens :]
 
     def cut(self, tokens: int) -> None:
         """The sequence has `tokens` tokens and no more: forget what lies behind them, give back pages without any."""
-        self.cached = min(self.cached, tokens)
         self.high_water = min(self.high_water, tokens)
+        if tokens < self.cached:
+            self.rewind(tokens)
         keep = -(-self.cached // self.page_tokens)
         if keep < len(self.pages):
             self.pool.release(self.pages[keep:])
@@ -76,13 +127,15 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A second sequence with the same past, on the same pages."""
-        other = BlockTable(self.pool, self.page_tokens)
+        other = BlockTable(self.pool, self.page_tokens, self.root)
         other.pages, other.cached, other.high_water = list(self.pages), self.cached, self.high_water
+        other.keys, other.full, other.tail = list(self.keys), list(self.full), list(self.tail)
+        other.used = self.used
         self.pool.share(other.pages)
         return other
 
     def release(self) -> None:
-        """Give all pages back."""
+        """Give all pages back. What is kept of them can be found again by its keys."""
         pages, self.pages, self._tensor = self.pages, [], None
-        self.cached = 0
+        self.rewind(0)
         self.pool.release(pages)
