@@ -10,9 +10,9 @@ class Usage:
     """The tokens and the seconds of one call, or, after `+`, of several.
 
     prompt_tokens: the log when the call began. reused_tokens: those of them that were in the cache, from whichever
-    sequence. computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of them that
-    had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens: prompt
-    tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
+    sequence. computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of
+    them that had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens:
+    prompt tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
     token, or to the end where none came, waiting for other calls included. decode_seconds: from the first token to
     the last. tool_seconds: in which calls of tools ran, in the usage of an agent's run.
     """
