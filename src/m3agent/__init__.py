@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from m3agent.compaction import Compaction
     from m3agent.content import (
         Message,
+        Summary,
         Text,
         Thinking,
         ToolCall,
@@ -75,6 +76,7 @@ _MODULES = {
     "m3agent.compaction": ("Compaction",),
     "m3agent.content": (
         "Message",
+        "Summary",
         "Text",
         "Thinking",
         "ToolCall",
@@ -165,6 +167,7 @@ __all__ = [
     "Sampling",
     "Session",
     "SessionBusy",
+    "Summary",
     "Text",
     "TextDelta",
     "Thinking",

@@ -16,12 +16,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from m3agent import tracing
+from m3agent.answers import Answer, error_result
 from m3agent.approval import Approve, Decision, ask, needs_approval, refuse
 from m3agent.background import Background
 from m3agent.content import ToolCall, ToolResult, content_parts
 from m3agent.errors import MediaError, ToolError
 from m3agent.events import ToolFinished, ToolProgress
-from m3agent.history import CANCELLED, Answer, History, error_result
+from m3agent.history import CANCELLED, History
 from m3agent.hooks import Hooks, called, changed_call, result_of
 from m3agent.mailbox import Mailbox
 from m3agent.tools import Context
@@ -155,7 +156,7 @@ class Calls:
         """Whether a decision is needed. Raises ToolError for a call that cannot run: nobody is asked about it."""
         if call.damaged is not None:
             raise ToolError(call.damaged)
-        return await needs_approval(self._history.tools.get(call.name), call) or self._given.all_ask
+        return await needs_approval(self._history.tools.by_name.get(call.name), call) or self._given.all_ask
 
     async def _approved(self, index: int) -> bool:
         """False for a call that nobody has decided about. Raises ToolError for one that was refused."""
@@ -177,7 +178,7 @@ class Calls:
             elif changed is not None:
                 return result_of(call, changed, "before_tool")
         try:
-            parts = await call_tool(self._history.tools, call.name, call.arguments, context)
+            parts = await call_tool(self._history.tools.by_name, call.name, call.arguments, context)
             result = ToolResult(call_id=call.id, parts=content_parts(parts))
         except ToolError as error:
             result = error_result(call.id, clip(str(error)))

@@ -68,12 +68,15 @@ MediaOrText = Annotated[
 
 
 class ToolResult(_Plain):
-    """The answer to the call `call_id`. `error` marks a text that says why there is no result."""
+    """The answer to the call `call_id`. `error` marks a text that says why there is no result. `whole` is the text as
+    the tool gave it, where `parts`, which the model is shown, have less of it.
+    """
 
     type: Literal["result"] = "result"
     call_id: str
     parts: tuple[MediaOrText, ...]
     error: bool = False
+    whole: _Encodable | None = None
 
     @property
     def text(self) -> str:
@@ -99,19 +102,30 @@ class ToolChange(_Plain):
         return "".join(lines)
 
 
+class Summary(_Plain):
+    """What stands in place of the model's old turns, after a compaction. `results` are the whole texts of those turns'
+    results, by call; the model is not shown them.
+    """
+
+    type: Literal["summary"] = "summary"
+    text: str
+    results: dict[str, _Encodable] = {}
+
+
 Part = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Thinking, Tag("thinking")]
     | Annotated[ToolCall, Tag("call")]
     | Annotated[ToolResult, Tag("result")]
     | Annotated[ToolChange, Tag("tools")]
+    | Annotated[Summary, Tag("summary")]
     | Annotated[Image, Tag("image")]
     | Annotated[Video, Tag("video")],
     Discriminator(_kind),
 ]
 
 _KINDS_OF = {
-    "user": ("tools", "text", "image", "video"),
+    "user": ("tools", "summary", "text", "image", "video"),
     "assistant": ("thinking", "text", "call"),
     "tool": ("result",),
 }
@@ -120,10 +134,14 @@ _KINDS_OF = {
 class Message(_Plain):
     """One message: of the user, of the assistant (thinking, text, calls), or the results of one turn's calls in call
     order.
+
+    head_tools: in the first message of a session that has begun, the definitions of the tools at the front of the
+    prompt, which no later message changes.
     """
 
     role: Literal["user", "assistant", "tool"]
     parts: tuple[Part, ...]
+    head_tools: tuple[dict[str, Any], ...] | None = None
 
     def model_post_init(self, context: Any, /) -> None:
         kinds: list[str | None] = [_kind(part) for part in self.parts]
@@ -133,7 +151,7 @@ class Message(_Plain):
 
     @property
     def text(self) -> str:
-        """The text parts, joined with nothing between."""
+        """The text parts, a summary's too, joined with nothing between."""
         return _join(self.parts)
 
     @property
@@ -189,4 +207,4 @@ def load_messages(data: str | bytes) -> list[Message]:
 
 
 def _join(parts: Iterable[Any]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Text))
+    return "".join(part.text for part in parts if isinstance(part, Text | Summary))

@@ -88,13 +88,15 @@ class ApprovalNeeded:
 @dataclass(frozen=True)
 class Compacted:
     """The session made room: its log had `before` tokens and has `after`. `results` old results are notes now, and
-    `turns` old turns of the model a summary of its own. `session.full_result` still has the results.
+    `turns` old turns of the model a summary of its own, which took `usage`. `session.full_result` still has the
+    results.
     """
 
     before: int
     after: int
     results: int
     turns: int
+    usage: Usage
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 import anyio
 
@@ -14,11 +14,16 @@ from m3agent.content import Content, Message, ToolCall, ToolResult
 from m3agent.errors import SessionBusy, ToolDefinitionError
 from m3agent.events import Compacted, Reply
 from m3agent.history import History
+from m3agent.make_room import make_room
 from m3agent.options import RunOptions, Setup
 from m3agent.output import output_of
 from m3agent.stream import RunStream
 from m3agent.tools import Tool
-from m3agent.turn_loop import Busy, Run
+from m3agent.transcript import full_result, said_by_user
+from m3agent.turn_loop import Run, Shared
+
+if TYPE_CHECKING:
+    from m3agent.runtime import Usage
 
 T = TypeVar("T")
 
@@ -27,32 +32,43 @@ class Session:
     """Made by `Agent.session()`. One run at a time; sessions of one runtime run side by side.
 
     The session holds tokens: what the model produced stays as it was produced, every prompt is a continuation of the
-    last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0). Only `compact` leaves things out.
+    last one, and nothing is computed twice (`reply.usage.recomputed_tokens` is 0). Only `compact` leaves things out,
+    and `rewind` takes back.
     """
 
     def __init__(self, history: History, setup: Setup) -> None:
         self._history = history
         self._setup = setup
-        self._busy = Busy()
+        self._shared = Shared()
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation as plain data; `m3agent.dump_messages` writes it as JSON."""
+        """The conversation as plain data, with all that `agent.session(messages)` needs to go on with it: the tools at
+        the front of the prompt and those that came or went, results whole, calls that wait. `m3agent.dump_messages`
+        writes it as JSON.
+        """
         return list(self._history.messages)
 
     @property
     def pending(self) -> tuple[ToolCall, ...]:
         """The calls that wait for approval, in call order; a message of the user answers them "not approved"."""
-        return () if self._busy.held else self._history.pending
+        return () if self._shared.held else self._history.pending
 
     @property
     def tokens(self) -> list[int]:
-        """The token log. The log of a turn is a prefix of the next one's, unless it was compacted between."""
+        """The token log. The log of a turn is a prefix of the next one's, unless the session was compacted or
+        rewound between.
+        """
         return self._history.tokens
 
     @property
     def tools(self) -> list[Tool[..., Any]]:
-        return list(self._history.tools.values())
+        return list(self._history.tools.by_name.values())
+
+    @property
+    def usage(self) -> Usage:
+        """What all runs and compactions of this session have used since it was made, or forked."""
+        return self._shared.usage
 
     @overload
     async def run(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...
@@ -88,7 +104,7 @@ class Session:
         told = self._setup.options(options)
         wanted = None if output is None else output_of(output)
         limits = self._setup.limits(told)
-        return RunStream(Run(self, self._history, self._busy, self._setup, parts, told, limits, wanted))
+        return RunStream(Run(self, self._history, self._shared, self._setup, parts, told, limits, wanted))
 
     @overload
     def run_sync(self, *parts: Content, output: None = None, **options: Unpack[RunOptions]) -> Reply: ...
@@ -107,7 +123,7 @@ class Session:
         Raises SessionBusy during a run, ToolDefinitionError for a name that is taken.
         """
         self._check_idle("a tool cannot be added during a run")
-        self._history.add_tool(tool)
+        self._history.tools.add(tool)
 
     def remove_tool(self, name: str) -> None:
         """Take a tool away; the model is told in the next message, and a call of it is answered with an error.
@@ -115,7 +131,7 @@ class Session:
         Raises SessionBusy during a run, ToolDefinitionError for a name that no tool has.
         """
         self._check_idle("a tool cannot be removed during a run")
-        self._history.remove_tool(name)
+        self._history.tools.remove(name)
 
     async def compact(self, rule: Compaction | None = None) -> Compacted | None:
         """Make room in the context now: old results become notes, and, if that does not halve the log, old turns of the
@@ -124,25 +140,40 @@ class Session:
         Raises SessionBusy during a run, RuntimeClosed. Nothing changes when it is cancelled.
         """
         self._check_idle("a session cannot be compacted during a run")
-        self._busy.held = True
+        self._shared.held = True
         try:
-            found = await self._history.compact(rule or self._setup.compaction or Compaction(), self._history.fill / 2)
+            rule = rule or self._setup.compaction or Compaction()
+            return await make_room(self._history, rule, self._history.fill / 2, self._shared.spend)
         finally:
-            self._busy.held = False
-        return found and found[0]
+            self._shared.held = False
+
+    def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
+        """Take back the end of the conversation; the session goes on as if it had not been.
+
+        turns: so many messages of the user go, with all that came of them. to: instead, `session.messages[to:]` go;
+        where that leaves calls without results, they are pending, and results at the end wait for `run()`.
+        The token log is cut there and keeps its pages, so nothing is computed again. News of tools that go are told
+        anew. What tools did (files of a workspace, say) is not undone, and `usage` counts on.
+
+        Raises SessionBusy during a run, ValueError for messages that there are not, RuntimeClosed.
+        """
+        self._check_idle("a session cannot be rewound during a run")
+        messages = self._history.messages
+        if to is None:
+            said = [place for place, message in enumerate(messages) if said_by_user(message)]
+            if not 1 <= turns <= len(said):
+                raise ValueError(f"turns is {turns}; the user has said {len(said)} messages")
+            to = said[-turns]
+        if not 0 <= to <= len(messages):
+            raise ValueError(f"to is {to}; there are {len(messages)} messages")
+        self._history.rewind(to)
 
     def full_result(self, call_id: str) -> str:
         """A call's result as text, whole where the model was shown a part. Raises KeyError for an unknown id."""
-        if call_id in self._history.whole:
-            return self._history.whole[call_id]
-        for message in self._history.messages:
-            for result in message.results:
-                if result.call_id == call_id:
-                    return result.text
-        raise KeyError(call_id)
+        return full_result(self._history.messages, call_id)
 
     def _check_idle(self, problem: str) -> None:
-        if self._busy.held:
+        if self._shared.held:
             raise SessionBusy(problem)
 
     def fork(self) -> Session:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
 
 from m3agent.chat import ChatCall, ChatMessage, MediaPart
-from m3agent.content import Message, Text, ToolChange, ToolResult
+from m3agent.content import Message, Summary, Text, ToolChange, ToolResult
 from m3agent.errors import ConversationError, MediaError
 from m3agent.media import Image, Video
 
@@ -40,7 +40,7 @@ def _chat_parts(parts: Iterable[Any], spec: PixelSpec | None) -> list[str | Medi
     for part in parts:
         if isinstance(part, Image | Video):
             found.append(_media_part(part, spec))
-        elif isinstance(part, Text | ToolChange):
+        elif isinstance(part, Text | ToolChange | Summary):
             found.append(part.text)
     return found
 
@@ -58,7 +58,7 @@ def _media_part(media: Image | Video, spec: PixelSpec | None) -> MediaPart:
 
 def complete(messages: Items[Message]) -> list[Message]:
     """Messages to start from, checked. Calls at their end may lack results: they are pending."""
-    checked = list(messages)
+    checked = [message for message in messages if message.role != "tool" or message.parts]
     called: list[str] = []
     for index, message in enumerate(checked):
         answered = [result.call_id for result in message.results]
@@ -69,3 +69,28 @@ def complete(messages: Items[Message]) -> list[Message]:
         if len(set(called)) < len(called):
             raise ConversationError(f"the calls of one turn need ids that differ, not {called}")
     return checked
+
+
+def said_by_user(message: Message) -> bool:
+    """Whether a user's message holds anything of the user's, and not just news of tools or a summary."""
+    kinds = (ToolChange, Summary)
+    return message.role == "user" and (not message.parts or not all(isinstance(part, kinds) for part in message.parts))
+
+
+def full_result(messages: Items[Message], call_id: str) -> str:
+    """A result's text, whole where the model was shown a part of it. Raises KeyError for an unknown call."""
+    for message in reversed(messages):
+        for part in message.parts:
+            if isinstance(part, ToolResult) and part.call_id == call_id:
+                return part.text if part.whole is None else part.whole
+            if isinstance(part, Summary) and call_id in part.results:
+                return part.results[call_id]
+    raise KeyError(call_id)
+
+
+def calls_so_far(messages: Items[Message]) -> int:
+    """From which number on the ids of further calls differ from all that there were."""
+    ids = [call.id for message in messages for call in message.calls]
+    ids += [id_ for message in messages for part in message.parts if isinstance(part, Summary) for id_ in part.results]
+    numbers = [int(id_[5:]) for id_ in ids if id_.startswith("call_") and id_[5:].isdecimal()]
+    return max([len(ids), *numbers])

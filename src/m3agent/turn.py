@@ -12,7 +12,7 @@ from m3agent.tools.arguments import clip
 class TurnReader:
     def __init__(self, history: History) -> None:
         self._detokenizer = chat.Detokenizer(history.runtime.tokenizer)
-        self._parser = chat.ReplyParser(history.definitions, history.thinking, tokens=True)
+        self._parser = chat.ReplyParser(history.tools.definitions, history.thinking, tokens=True)
         self._first_call = history.calls + 1
         self._thinking: list[str] = []
         self._text: list[str] = []

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from m3agent import tracing
+from m3agent.answers import Answer
 from m3agent.approval import Decision, checked_decisions
 from m3agent.background import Background
 from m3agent.calls import Calls, Surroundings
 from m3agent.content import Content, Message, Text, ToolCall, content_parts
 from m3agent.errors import NoOutput, SessionBusy, ToolError
 from m3agent.events import ApprovalNeeded, Done, Event, Reply, Stop, ToolResultEvent, TurnFinished
-from m3agent.history import CANCELLED, Answer, History
+from m3agent.history import CANCELLED, History
 from m3agent.hooks import called
 from m3agent.limits import Limits
+from m3agent.make_room import make_room
 from m3agent.options import RunOptions, Setup
 from m3agent.output import ATTEMPTS, Output
 from m3agent.turn import TurnReader
@@ -36,12 +38,18 @@ OUT_OF_TIME = "cancelled: the time limit of the run was reached"
 _LIMITS = {"tokens": "token", "cost": "cost"}
 
 
-@dataclass
-class Busy:
-    """Whether a run holds its session, and calls of a dropped stream that are still being cancelled."""
+class Shared:
+    """What the runs of a session have in common. held: one of them holds the session. left: calls of a dropped stream
+    that are still being cancelled. usage: of all runs so far.
+    """
 
-    held: bool = False
-    left: Background | None = None
+    def __init__(self) -> None:
+        self.held = False
+        self.left: Background | None = None
+        self.usage = _no_usage()
+
+    def spend(self, usage: Usage) -> None:
+        self.usage += usage
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Run:
 
     session: Any
     history: History
-    busy: Busy
+    shared: Shared
     setup: Setup
     parts: tuple[Content, ...]
     options: RunOptions
@@ -79,7 +87,6 @@ class TurnLoop:
         self._cap: Stop = "tokens"  # what limits this turn's tokens
         self._calls: Calls | None = None  # while they run
         self._exit = AsyncExitStack()
-        self._first_message = 0
         self._span = self._turn_span = None  # of tracing
         self._turns = 0
         self._answers = 0  # that did not fit the output's type
@@ -121,9 +128,9 @@ class TurnLoop:
     # The steps -------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        if self._run.busy.held:
+        if self._run.shared.held:
             raise SessionBusy("this session runs already; wait for that run, or fork the session before")
-        self._run.busy.held = self._holds = True
+        self._run.shared.held = self._holds = True
         history = self._history
         self._span = tracing.start_run(history.runtime.name)
         self._sampling.check_stop(history.runtime.vocabulary)
@@ -135,10 +142,10 @@ class TurnLoop:
         decisions = checked_decisions(approve if isinstance(approve, Mapping) else {}, history.pending)
         # One message holds the results of a turn: those that come now join the ones that are there.
         completes = bool(history.pending) and history.messages[-1].role == "tool"
-        self._first_message = len(history.messages) - completes
-        if self._run.busy.left is not None:
-            await self._run.busy.left.wait()
-            self._run.busy.left = None
+        history.began = len(history.messages) - completes
+        if self._run.shared.left is not None:
+            await self._run.shared.left.wait()
+            self._run.shared.left = None
         if history.pending and (decisions or self._message is None):
             self._run_calls(history.pending, decisions, all_ask=True)
         else:
@@ -147,13 +154,9 @@ class TurnLoop:
     async def _send(self) -> None:
         rule = self._run.setup.compaction
         if rule is not None and self._history.fill >= rule.at:
-            added = len(self._history.messages) - self._first_message
-            found = await self._history.compact(rule, rule.at / 2)
+            found = await make_room(self._history, rule, rule.at / 2, self._spend)
             if found is not None:
-                compacted, usage = found
-                self.events.append(compacted)
-                self._usage += usage
-                self._first_message = max(len(self._history.messages) - added, 0)
+                self.events.append(found)
         refused = await self._history.send(self._message)
         self._message = None
         self._began = True
@@ -264,15 +267,19 @@ class TurnLoop:
         self._history.end_turn(message)
         self._turns += 1
         usage = _no_usage() if tokens is None else tokens.usage
-        self._usage += usage
+        self._spend(usage)
         finish, content = None if tokens is None else tokens.finish, self._run.setup.trace_content
         tracing.end_turn(self._turn_span, usage, finish, message, content)
         return TurnFinished(self._turns, message, usage)
 
+    def _spend(self, usage: Usage) -> None:
+        self._usage += usage
+        self._run.shared.spend(usage)
+
     def _count_calls(self) -> None:
         if self._calls is not None:
             for spent in (replace(_no_usage(), tool_seconds=self._calls.seconds), *self._calls.spent):
-                self._usage += spent
+                self._spend(spent)
             self._calls = None
 
     def _drop_calls(self, reason: str) -> None:
@@ -281,7 +288,7 @@ class TurnLoop:
         if calls is not None:
             if not calls.background.over:
                 calls.background.cancel()
-                self._run.busy.left = calls.background
+                self._run.shared.left = calls.background
             self._count_calls()
             self._add(calls.cut(reason))
         elif self._began:
@@ -295,7 +302,7 @@ class TurnLoop:
             self.events.extend(ToolResultEvent(result) for result in self._history.add_results(answers))
 
     def _end(self, stop: Stop) -> None:
-        messages = tuple(self._history.messages[self._first_message :])
+        messages = tuple(self._history.messages[self._history.began :])
         said = [message for message in messages if message.role == "assistant"]
         text, thinking = (said[-1].text, said[-1].thinking) if said else ("", "")
         if stop != "end" and self._run.output is not None:
@@ -309,7 +316,7 @@ class TurnLoop:
 
     def _release(self) -> None:
         if self._holds:
-            self._run.busy.held = self._holds = False
+            self._run.shared.held = self._holds = False
 
 
 def _no_usage() -> Usage:

@@ -38,3 +38,18 @@ async def check_goes_on(runtime: ScriptedRuntime, session: m3.Session) -> None:
     assert session.messages[: len(messages)] == messages
     check_log(runtime, session)
     assert m3.load_messages(m3.dump_messages(session.messages)) == session.messages
+
+
+async def check_restores(runtime: ScriptedRuntime, session: m3.Session, *tools: Any) -> m3.Session:
+    """From its messages as JSON the same session comes about: its next prompt is the same, to the token."""
+    again = agent(runtime, *tools).session(m3.load_messages(m3.dump_messages(session.messages)))
+    assert again.messages == session.messages
+    assert again.pending == session.pending
+    runtime.replies.clear()
+    runtime.says("Here.", "Here.")
+    fork = session.fork()
+    await fork.run("Are you there?")
+    await again.run("Are you there?")
+    assert again.tokens == fork.tokens
+    assert again.messages == fork.messages
+    return again

@@ -178,11 +178,11 @@ async def test_pages_and_pictures_on_the_real_runtime(tmp_path: Path, monkeypatc
             assert reply.usage.media_tokens == 4  # the last picture alone was
             async with agent.session(session.messages[:-2]) as fresh:
                 await fresh.run("Go on.")
-                ours, theirs = session._history._sequence, fresh._history._sequence
+                ours, theirs = session._history.log, fresh._history.log
                 assert ours is not None
                 assert theirs is not None
                 assert ours.tokens == theirs.tokens
-                np.testing.assert_allclose(await ours.logits(), await theirs.logits(), atol=1e-4)
+                np.testing.assert_allclose(await ours.sequence.logits(), await theirs.sequence.logits(), atol=1e-4)
         assert runtime.stats().used_pages == 0
 
 

@@ -123,7 +123,7 @@ async def test_a_picture_changes_what_the_model_computes(runtime: m3.Runtime) ->
     for shade in (0, 255):
         session = m3.Agent(runtime).session()
         await session.run("What is it?", m3.Image(np.full((56, 56, 3), shade, np.uint8)), max_tokens=1)
-        logits.append(await session._history._sequence.logits())  # pyright: ignore
+        logits.append(await session._history.log.sequence.logits())  # pyright: ignore
         await session.close()
     assert not np.allclose(logits[0], logits[1])
 

@@ -466,7 +466,7 @@ async def test_an_announcement_waits_for_the_results(runtime: ScriptedRuntime) -
 
     @m3.tool
     async def learn(context: m3.Context) -> str:
-        context.session._history.add_tool(m3.tool(lambda: "new", name="new"))
+        context.session._history.tools.add(m3.tool(lambda: "new", name="new"))
         return "learnt"
 
     session = agent(runtime.says(block(call("learn")), block(call("new")), "done"), learn).session()

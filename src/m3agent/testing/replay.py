@@ -45,7 +45,7 @@ class Recorder:
         return getattr(self._runtime, name)
 
     def sequence(self) -> _Noted:
-        return _Noted(self._runtime.sequence(), self.generations, hashlib.sha256())
+        return _Noted(self._runtime.sequence(), self.generations, _Pictures())
 
     def save(self) -> None:
         found = {"format": FORMAT, "model": self._model, "generations": [asdict(each) for each in self.generations]}
@@ -66,7 +66,7 @@ class Recorder:
 class _Noted:
     """A sequence whose generations are noted."""
 
-    def __init__(self, sequence: Any, notes: list[Generation], media: Any) -> None:
+    def __init__(self, sequence: Any, notes: list[Generation], media: _Pictures) -> None:
         self._sequence, self._notes, self._media = sequence, notes, media
 
     def __getattr__(self, name: str) -> Any:
@@ -76,14 +76,15 @@ class _Noted:
         return len(self._sequence)
 
     def append(self, ids: Iterable[int], media: Sequence[tuple[int, Patches]] = ()) -> None:
+        before = len(self)
         self._sequence.append(ids, media)
-        digest(self._media, media)
+        self._media.append(before, media)
 
-    def fork(self) -> _Noted:
-        return _Noted(self._sequence.fork(), self._notes, self._media.copy())
+    def fork(self, tokens: int | None = None) -> _Noted:
+        return _Noted(self._sequence.fork(tokens), self._notes, self._media.first(tokens))
 
     def generate(self, sampling: Sampling | None = None, guide: Guide | None = None) -> _NotedStream:
-        note = Generation(self._sequence.tokens, self._media.hexdigest())
+        note = Generation(self._sequence.tokens, self._media.digest)
         return _NotedStream(self._sequence.generate(sampling, guide), note, self._notes)
 
 
@@ -118,7 +119,7 @@ class ReplayRuntime(DoubleRuntime):
     generations: list[Generation] = field(default_factory=list[Generation])
 
     def sequence(self) -> Any:
-        return _Digesting(super().sequence(), hashlib.sha256())
+        return _Digesting(super().sequence(), _Pictures())
 
     def reply(self, log: list[int], sampling: Sampling) -> list[int]:
         for place, generation in enumerate(self.generations):
@@ -131,7 +132,7 @@ class ReplayRuntime(DoubleRuntime):
 class _Digesting:
     """A double's sequence that knows its pictures, as the recorded one did."""
 
-    def __init__(self, sequence: Any, media: Any) -> None:
+    def __init__(self, sequence: Any, media: _Pictures) -> None:
         self._sequence, self._media = sequence, media
 
     def __getattr__(self, name: str) -> Any:
@@ -141,23 +142,41 @@ class _Digesting:
         return len(self._sequence)
 
     def append(self, ids: Iterable[int], media: Sequence[tuple[int, Patches]] = ()) -> None:
+        before = len(self)
         self._sequence.append(ids, media)
-        digest(self._media, media)
+        self._media.append(before, media)
 
-    def fork(self) -> _Digesting:
-        return _Digesting(self._sequence.fork(), self._media.copy())
+    def fork(self, tokens: int | None = None) -> _Digesting:
+        return _Digesting(self._sequence.fork(tokens), self._media.first(tokens))
 
     def generate(self, sampling: Sampling, guide: Guide | None = None) -> Any:
         runtime, log = self._sequence.runtime, self._sequence.tokens
         same = [each for each in runtime.generations if each.prompt == log]
-        if same and all(each.media != self._media.hexdigest() for each in same):
+        if same and all(each.media != self._media.digest for each in same):
             raise ReplayMismatch("the text is as it was recorded, but a picture or film in it is another one")
         return self._sequence.generate(sampling, guide)
 
 
-def digest(hasher: Any, media: Iterable[tuple[int, Patches]]) -> None:
-    for _, patches in media:
-        hasher.update(patches.pixels.numpy().tobytes())
+class _Pictures:
+    """The pictures and films of a log, as the hash of all up to each of them and the token where that one begins."""
+
+    def __init__(self, hashes: Iterable[tuple[int, Any]] = ()) -> None:
+        self._hashes = list(hashes)
+
+    @property
+    def digest(self) -> str:
+        return (self._hashes[-1][1] if self._hashes else hashlib.sha256()).hexdigest()
+
+    def append(self, before: int, media: Iterable[tuple[int, Patches]]) -> None:
+        """Pictures of a prompt that follows `before` tokens."""
+        for place, patches in media:
+            whole = self._hashes[-1][1].copy() if self._hashes else hashlib.sha256()
+            whole.update(patches.pixels.numpy().tobytes())
+            self._hashes.append((before + place, whole))
+
+    def first(self, tokens: int | None) -> _Pictures:
+        """Those of the first tokens of the log, of all by default."""
+        return _Pictures(each for each in self._hashes if tokens is None or each[0] < tokens)
 
 
 def record(runtime: Runtime, path: str | Path, *, model: str | Path | None = None) -> Recorder:
