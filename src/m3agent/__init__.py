@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         load_messages,
     )
     from m3agent.errors import (
+        CacheError,
         CheckpointError,
         ConfigError,
         ContextOverflow,
@@ -86,6 +87,7 @@ _MODULES = {
         "load_messages",
     ),
     "m3agent.errors": (
+        "CacheError",
         "CheckpointError",
         "ConfigError",
         "ContextOverflow",
@@ -107,6 +109,7 @@ _MODULES = {
     ),
     "m3agent.events": (
         "ApprovalNeeded",
+        "CacheError",
         "CallArguments",
         "CallFinished",
         "CallStarted",

@@ -71,6 +71,10 @@ class ContextOverflow(M3Error):
     """The session's tokens no longer fit into the model's context or into the page pool."""
 
 
+class CacheError(M3Error):
+    """The KV cache on the disk cannot be used; the message names the folder and the reason."""
+
+
 class RuntimeClosed(M3Error):
     """The runtime, or the session, was closed before or during the call."""
 

@@ -7,6 +7,8 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 
@@ -21,6 +23,8 @@ from m3agent.runtime.cores import Cores
 from m3agent.runtime.features import FeatureCache
 from m3agent.runtime.kv import BlockTable, KVCache
 from m3agent.runtime.kv.keys import root_key
+from m3agent.runtime.kv.tiers import Tiers
+from m3agent.runtime.queues import Fetched, Queues
 from m3agent.runtime.request import Ended, Request, Token
 from m3agent.runtime.sampling import choose
 from m3agent.runtime.scheduler import CHUNK, Work, plan
@@ -30,23 +34,24 @@ from m3agent.runtime.usage import Stats
 class Engine:
     """Starts its thread at once. `submit`, `close_table`, `drop`, `stop` and `stats` may be called from any thread."""
 
-    def __init__(self, model: M3Model, pages: KVPages, *, context: int) -> None:
+    def __init__(self, model: M3Model, pages: KVPages, *, context: int, tiers: Tiers | None = None) -> None:
+        self._inbox: SimpleQueue[Request | Fetched | None] = SimpleQueue()
         root = root_key(model.fingerprint, str(model.dtype), pages.block_size)
-        self.cache = KVCache(pages, root, self._relax_one)
+        self.cache = KVCache(pages, root, self._relax_one, tiers)
         self.context = context
         self._model = model
         self._features = FeatureCache(model.encode_media)
-        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._busy: dict[int, Request] = {}  # by id of the table
-        self._active: list[Request] = []
-        self._waiting: list[Request] = []  # for pages, having been preempted
+        self._queues = Queues(self.cache, self._inbox.put)
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._uses = count(1)
         self.stopped = False
-        self._steps = self._computed = self._recomputed = self._output = self._found = self._preempted = 0
+        self._steps = self._computed = self._recomputed = self._output = self._found = self._promoted = (
+            self._preempted
+        ) = 0
         self._thread = threading.Thread(target=self._work, name="m3agent-engine", daemon=True)
         self._thread.start()
         # A daemon thread inside torch while the interpreter goes down can crash it: end it before.
@@ -121,7 +126,7 @@ class Engine:
 
     def stats(self) -> Stats:
         self.reap()
-        pool = self.cache.pool
+        pool, tiers = self.cache.pool, self.cache.tiers
         return Stats(
             total_pages=pool.total,
             used_pages=pool.used if self._thread.is_alive() else 0,  # their memory went with the worker
@@ -131,10 +136,12 @@ class Engine:
             steps=self._steps,
             computed_tokens=self._computed,
             recomputed_tokens=self._recomputed,
-            found_tokens=self._found,
+            found_tokens=self._queues.found,
+            promoted_tokens=self._queues.promoted,
             output_tokens=self._output,
             evicted_pages=self.cache.index.evicted,
-            preemptions=self._preempted,
+            preemptions=self._queues.preempted,
+            host_pages=len(tiers.host) if tiers is not None else 0,
         )
 
     def stop(self) -> None:
@@ -170,29 +177,34 @@ class Engine:
             left = list(self._busy.values())
         for request in left:
             self._end(request, "error", error)
+        if self.cache.tiers is not None:
+            self.cache.tiers.close()
         del self._model, self._features, self.cache.pages  # the memory goes back now, whoever still holds a sequence
         atexit.unregister(self.stop_and_wait)
 
     def _receive(self) -> bool:
         """Take in new requests, waiting for one when there is nothing to do; False when the engine was stopped."""
-        wait = not self._active and not self._waiting
+        wait = not self._queues.runnable
         while not self.stopped:
             try:
-                request = self._inbox.get(block=wait)
+                item = self._inbox.get(block=wait)
             except Empty:
                 break
-            if request is not None:
-                self._admit(request)
-            wait = not self._active and not self._waiting
+            if isinstance(item, Fetched):
+                self._alone(item.request, partial(self._queues.promote, item))
+            elif item is not None:
+                self._admit(item)
+            wait = not self._queues.runnable
         self.reap()
-        for request in [request for request in self._active + self._waiting if request.cancelled]:
+        for request in [request for request in self._queues.all if request.cancelled]:
             self._end(request, "cancelled")
-        self._resume()
+        for request in self._queues.resume(self._idle_pages):
+            self._alone(request, partial(self._queues.find, request))
         return not self.stopped
 
     def _admit(self, request: Request) -> None:
         tokens, room = request.prompt, self.cache.pool.total * self.cache.page_tokens
-        self._active.append(request)
+        self._queues.active.append(request)
         if tokens > self.context:
             problem = f"the prompt of {tokens} tokens is longer than the model's context of {self.context}"
             self._end(request, "error", ContextOverflow(problem))
@@ -203,31 +215,29 @@ class Engine:
             assert request.logits is not None
             self._sample(request, request.logits)
         else:
-            self._find(request)
+            self._alone(request, partial(self._queues.find, request))
 
-    def _find(self, request: Request) -> None:
-        """Take over what others have computed of the pending tokens."""
+    def _alone(self, request: Request, work: Callable[[], None]) -> None:
+        """Do something for one request; when it fails, this request ends and the others go on."""
         try:
-            found = self.cache.find(request.table, request.ahead)
+            work()
         except Exception as error:
             self._end(request, "error", error)
-            return
-        self._found += found
-        request.adopted(found)
 
     def _step(self, cores: Cores) -> None:
         """One pass through the model: prepare the work, run it as one batch, choose a token where a prompt is done."""
         prepared: list[tuple[Work, Span]] = []
-        planned = plan(self._active, CHUNK)
+        active = self._queues.active
+        planned = plan(active, CHUNK)
         if all(piece.count == 1 for piece in planned):
             cores.leave_one()
         else:
             cores.take_all()
         for piece in planned:
-            span = self._span(piece) if piece.request in self._active else None
+            span = self._span(piece) if piece.request in active else None
             if span is not None:
                 prepared.append((piece, span))
-        prepared = [(piece, span) for piece, span in prepared if piece.request in self._active]  # some gave way
+        prepared = [(piece, span) for piece, span in prepared if piece.request in active]  # some gave way
         if not prepared:
             return
         work, spans = [piece for piece, _ in prepared], [span for _, span in prepared]
@@ -252,7 +262,7 @@ class Engine:
             if end > self.context:
                 raise ContextOverflow(f"the model's context of {self.context} tokens is full")
             media = self._features.inside(request.runs, start, end) if request.runs else []
-            if not self._reserve(request, end):
+            if not self._queues.reserve(request, end):
                 return None
             ids = torch.tensor(request.pending[: piece.count], device=self._model.device)
             return Span(ids, start, table.tensor(self._model.device), media)
@@ -260,41 +270,10 @@ class Engine:
             self._end(request, "error", error)
             return None
 
-    def _reserve(self, request: Request, end: int) -> bool:
-        """Pages up to position `end`, if need be from requests that came later; False when this one has to wait."""
-        while True:
-            try:
-                self.cache.reserve(request.table, end)
-                return True
-            except ContextOverflow:
-                if len(self._active) == 1:
-                    raise
-                last = max(self._active, key=lambda other: other.table.used)
-                self._preempt(last)
-                if last is request:
-                    return False
-
-    def _preempt(self, request: Request) -> None:
-        """Take a request's pages and let it wait; nothing that it made is lost."""
-        self.cache.settle(request.table)
-        request.relax()
-        self._active.remove(request)
-        self._waiting.append(request)
-        self._preempted += 1
-
-    def _resume(self) -> None:
-        """Go on with requests that wait, the first ones first, as far as their pages fit."""
-        while self._waiting:
-            request = min(self._waiting, key=lambda other: other.table.used)
-            size = self.cache.page_tokens
-            needed = len(request.pending) // size + 1 + len(self._active)  # each of the others may want a page, too
-            with self._lock:
-                idle = sum(len(table.pages) for table in self._tables if id(table) not in self._busy)
-            if self._active and needed > self.cache.pool.free + self.cache.pool.cached + idle:
-                return
-            self._waiting.remove(request)
-            self._active.append(request)
-            self._find(request)
+    def _idle_pages(self) -> int:
+        """How many pages sequences hold that generate nothing, at most."""
+        with self._lock:
+            return sum(len(table.pages) for table in self._tables if id(table) not in self._busy)
 
     def _relax_one(self) -> bool:
         """For the cache: take the pages of the sequence that was idle for longest."""
@@ -340,9 +319,7 @@ class Engine:
         self, request: Request, finish: str, error: BaseException | None = None, logits: Tensor | None = None
     ) -> None:
         """Let go of the request's sequence and tell its reader."""
-        for queue in (self._active, self._waiting):
-            if request in queue:
-                queue.remove(request)
+        self._queues.remove(request)
         self.cache.settle(request.table)
         with self._lock:
             self._busy.pop(id(request.table), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from m3agent.model import KVPages, M3Config, M3Model, load_model, resolve
 from m3agent.runtime.defaults import Defaults, stop_tokens
 from m3agent.runtime.engine import Engine
 from m3agent.runtime.guide import Guides
+from m3agent.runtime.kv.store import DiskStore, cache_folder
+from m3agent.runtime.kv.tiers import Tiers
 from m3agent.runtime.sequence import Sequence
 from m3agent.runtime.usage import Stats
 
 EMBEDDED = Path(__file__).parent.parent / "nano"
 CACHE_BYTES = 1 << 30  # on the CPU, where untouched pages take no memory; on a GPU a share of what is free
 CACHE_SHARE = 0.8
+DISK_LIMIT = 20 << 30  # bytes
 
 Progress = Callable[[int, int, str], None]
 
@@ -54,6 +58,8 @@ class Runtime:
         defaults: Defaults,
         chat_format: ChatFormat | None = None,
         cache_tokens: int | None = None,
+        host_cache: int | None = None,
+        disk_cache: DiskStore | None = None,
         name: str = "minimax-m3",
     ) -> None:
         self.name = name
@@ -77,6 +83,7 @@ class Runtime:
             model,
             KVPages.allocate(self.config, pages, model.dtype, model.device),
             context=context,
+            tiers=_tiers(model.device, host_cache, disk_cache),
         )
         weakref.finalize(self, self.engine.stop).atexit = False
 
@@ -87,6 +94,9 @@ class Runtime:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         cache_tokens: int | None = None,
+        host_cache: int | None = None,
+        disk_cache: str | Path | bool = False,
+        disk_limit: int | None = DISK_LIMIT,
         progress: Progress | None = None,
     ) -> Opening:
         """`async with Runtime.open(…) as runtime:` or `runtime = await Runtime.open(…)`, then `await runtime.close()`.
@@ -94,10 +104,15 @@ class Runtime:
         model: a checkpoint folder, a hub id "org/name", or None for the m3-nano inside the package. device: None
         takes a GPU where there is one. dtype: of the weights; None chooses as `m3agent.model.load_model` does.
         cache_tokens: the size of the KV cache, shared by all sequences; None takes what the device has room for.
+        host_cache: bytes of the host's memory for pages that leave the device; None is a quarter of it for a GPU, and
+        none on a CPU, where pages are in it anyway. disk_cache: a folder for pages that outlive the process, True for
+        the user's cache folder (see `m3agent cache`); any number of runtimes may share it. disk_limit: its bytes, None
+        for no limit.
         progress(done, total, tensor name), in bytes, is called in the loading thread.
-        Awaiting raises CheckpointError, ConfigError, MissingDependency. Being cancelled stops the loading.
+        Awaiting raises CheckpointError, ConfigError, CacheError, MissingDependency. Being cancelled stops the loading.
         """
-        return Opening(lambda watch: _load(model, device, dtype, cache_tokens, watch), progress)
+        cache = CacheSizes(cache_tokens, host_cache, disk_cache, disk_limit)
+        return Opening(lambda watch: _load(model, device, dtype, cache, watch), progress)
 
     @property
     def vocabulary(self) -> int:
@@ -131,6 +146,21 @@ class Runtime:
     ) -> None:
         with anyio.CancelScope(shield=True):  # as long as one step
             await self.close()
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """What `Runtime.open` was told about its cache."""
+
+    device_tokens: int | None
+    host: int | None
+    disk: str | Path | bool
+    disk_limit: int | None
+
+    def open_disk(self) -> DiskStore | None:
+        if self.disk is False:
+            return None
+        return DiskStore(cache_folder() if self.disk is True else self.disk, self.disk_limit)
 
 
 class Opening:
@@ -167,11 +197,12 @@ def _load(
     name: str | Path | None,
     device: str | torch.device | None,
     dtype: torch.dtype | None,
-    cache_tokens: int | None,
+    cache: CacheSizes,
     progress: Progress,
 ) -> Runtime:
     """Small files first: what is wrong with them is said before the weights are read."""
     files = small_files(name)
+    disk = cache.open_disk()
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_model(files.folder, device=where, dtype=dtype, progress=progress)
     return Runtime(
@@ -180,7 +211,9 @@ def _load(
         pixels=files.pixels,
         defaults=files.defaults,
         chat_format=files.chat_format,
-        cache_tokens=cache_tokens,
+        cache_tokens=cache.device_tokens,
+        host_cache=cache.host,
+        disk_cache=disk,
         name="m3-nano" if name is None else str(name),
     )
 
@@ -224,3 +257,9 @@ def _page_count(model: M3Model, cache_tokens: int | None) -> int:
         budget = int(torch.cuda.mem_get_info(model.device)[0] * CACHE_SHARE)
     fits = budget // KVPages.bytes_per_page(model.config, model.dtype)
     return max(1, min(fits, 8 * -(-model.config.text.max_position_embeddings // block)))
+
+
+def _tiers(device: torch.device, host: int | None, disk: DiskStore | None) -> Tiers | None:
+    if host is None:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 if device.type == "cuda" else 0
+    return Tiers(host, disk) if host or disk is not None else None

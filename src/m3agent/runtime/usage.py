@@ -53,11 +53,12 @@ class Usage:
 class Stats:
     """A runtime at one moment, and its sums since it was opened.
 
-    total_pages: the KV pool; used_pages: those that sequences hold; cached_pages: those that are kept for whoever comes
-    with the same tokens; page_tokens: tokens a page. active_requests: calls that generate now. steps: model steps so
-    far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those of them that had done so
-    before. found_tokens: prompt tokens that another sequence had computed. output_tokens: tokens generated.
-    evicted_pages: pages whose content was dropped. preemptions: calls that had to give their pages to others.
+    total_pages: the KV pool; used_pages: those that sequences hold; cached_pages: those that are kept for whoever
+    comes with the same tokens; page_tokens: tokens a page. active_requests: calls that generate now. steps: model
+    steps so far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those of them that
+    had done so before. found_tokens: prompt tokens that another sequence had computed; promoted_tokens: those that
+    came from the host's memory or the disk. output_tokens: tokens generated. evicted_pages: pages that left the
+    device; host_pages: the ones in the host's memory now. preemptions: calls that had to give their pages to others.
     """
 
     total_pages: int
@@ -69,6 +70,8 @@ class Stats:
     computed_tokens: int
     recomputed_tokens: int
     found_tokens: int
+    promoted_tokens: int
     output_tokens: int
     evicted_pages: int
+    host_pages: int
     preemptions: int

@@ -34,16 +34,6 @@ class Page:
     behind: dict[int, Page] = field(default_factory=dict["int", "Page"])  # by page number
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a prompt can take over: whole pages, and the first `tokens` of one more page, to be copied."""
-
-    pages: list[int]
-    identities: list[Identity]  # of the whole pages
-    partial: int | None = None
-    tokens: int = 0
-
-
 class PrefixIndex:
     """For the worker alone; the pages that are in it are `kept` by the pool."""
 
@@ -96,29 +86,31 @@ class PrefixIndex:
                 self._roots[entry.key] = entry.behind
         return entry
 
-    def find(self, before: bytes, identities: Sequence[Identity]) -> Found:
-        """The longest known beginning of `identities`, which follow the page `before`. Takes no reference."""
+    def find(self, before: bytes, identities: Sequence[Identity]) -> list[int]:
+        """The full pages that `identities`, which follow the page `before`, begin with. Takes no reference."""
         pages: list[int] = []
         size = self._page_tokens
-        place = 0
-        while place + size <= len(identities):
-            key = page_key(before, identities[place : place + size])
-            entry = self._by_key.get(key)
+        for place in range(0, len(identities) - size + 1, size):
+            before = page_key(before, identities[place : place + size])
+            entry = self._by_key.get(before)
             if entry is None:
                 break
             self._renew(entry)
             pages.append(entry.page)
-            before, place = key, place + size
+        return pages
+
+    def find_part(self, before: bytes, identities: Sequence[Identity]) -> tuple[int | None, int]:
+        """Of the pages behind `before`, the one that agrees in the most first tokens, and how many these are."""
+        wanted = identities[: self._page_tokens]
         best, tokens = None, 0
-        wanted = identities[place : place + size]
         for entry in self._behind(before).values():
             same = _common(entry.identities, wanted)
             if same > tokens:
                 best, tokens = entry, same
         if best is None:
-            return Found(pages, list(identities[:place]))
+            return None, 0
         self._renew(best)
-        return Found(pages, list(identities[:place]), best.page, tokens)
+        return best.page, tokens
 
     def evict(self, wanted: int) -> Iterator[Page]:
         """Take out up to `wanted` pages that nobody holds, the least valuable first; each is yielded before it goes."""
@@ -144,8 +136,13 @@ class PrefixIndex:
         return self._roots.setdefault(key, {}) if make else self._roots.get(key, {})
 
     def _renew(self, entry: Page) -> None:
-        entry.value = self._floor + 1.0 + entry.depth / DEPTH
+        entry.value = self._floor + cost(entry.depth)
         entry.turn = next(self._turns)
+
+
+def cost(depth: int) -> float:
+    """What computing a page costs that has `depth` pages before it; the first one costs 1."""
+    return 1.0 + depth / DEPTH
 
 
 def _common(a: Sequence[Identity], b: Sequence[Identity]) -> int:

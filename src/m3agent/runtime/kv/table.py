@@ -28,6 +28,7 @@ class BlockTable:
         self.keys: list[bytes] = []  # of the full pages
         self.full: list[tuple[Identity, ...]] = []  # what the full pages are about
         self.tail: list[Identity] = []  # and the tokens behind them
+        self.stored = 0  # how many of the full pages were offered to the disk
         self.used = 0  # the engine's count of requests when it was used last
         self.closed = False
         self._tensor: Tensor | None = None
@@ -36,6 +37,10 @@ class BlockTable:
     def last_key(self) -> bytes:
         """The key of the last full page; the root where there is none."""
         return self.keys[-1] if self.keys else self.root
+
+    def key(self, page: int) -> bytes:
+        """The key of the sequence's page with this number; the root for -1."""
+        return self.keys[page] if page >= 0 else self.root
 
     @property
     def identities(self) -> list[Identity]:
@@ -112,6 +117,7 @@ class BlockTable:
         if full < len(self.full):
             self.tail = list(self.full[full])
             del self.keys[full:], self.full[full:]
+            self.stored = min(self.stored, full)
         del self.tail[tokens % self.page_tokens :]
 
     def cut(self, tokens: int) -> None:
@@ -130,7 +136,7 @@ class BlockTable:
         other = BlockTable(self.pool, self.page_tokens, self.root)
         other.pages, other.cached, other.high_water = list(self.pages), self.cached, self.high_water
         other.keys, other.full, other.tail = list(self.keys), list(self.full), list(self.tail)
-        other.used = self.used
+        other.used, other.stored = self.used, self.stored
         self.pool.share(other.pages)
         return other
 
