@@ -109,7 +109,6 @@ _MODULES = {
     ),
     "m3agent.events": (
         "ApprovalNeeded",
-        "CacheError",
         "CallArguments",
         "CallFinished",
         "CallStarted",
@@ -138,6 +137,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Agent",
     "ApprovalNeeded",
+    "CacheError",
     "CallArguments",
     "CallFinished",
     "CallStarted",
