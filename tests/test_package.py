@@ -22,6 +22,7 @@ ROWS = [
     ["session"],
     ["stream"],
     ["turn_loop"],
+    ["run"],
     ["calls"],
     ["turn", "make_room"],
     ["rebuild"],

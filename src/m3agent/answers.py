@@ -61,8 +61,23 @@ class Measure:
         while found.tokens > room:
             keep = min(keep * 9 // 10, int(keep * 0.95 * max(room, 0) / found.tokens))
             if keep < LEAST:
-                raise ToolError(too_long(f"{answer.tokens}", room))
+                raise ToolError(_too_long(f"{answer.tokens}", room))
             found = self._cut(original, keep)
+        return found
+
+    def fitted_together(self, answers: Items[Answer], room: int, missing: int) -> list[Answer]:
+        """The answers cut to equal shares of the room, or errors that say so; `missing` such errors keep their room."""
+        short = self.of(error_result("", _too_long(f"{room}", room))).tokens
+        room -= short * missing
+        share = max(_fair_share([answer.tokens for answer in answers], room), short)
+        found: list[Answer] = []
+        for answer in answers:
+            if answer.tokens > share:
+                try:
+                    answer = self.fitted(answer, share)
+                except ToolError as error:
+                    answer = self.of(error_result(answer.result.call_id, str(error)))
+            found.append(answer)
         return found
 
     def _cut(self, original: ToolResult, keep: int) -> Answer:
@@ -77,11 +92,11 @@ def error_result(call_id: str, text: str) -> ToolResult:
     return ToolResult(call_id=call_id, parts=(Text(text=text),), error=True)
 
 
-def too_long(tokens: str, room: int) -> str:
+def _too_long(tokens: str, room: int) -> str:
     return f"the result has {tokens} tokens; there is room for {max(room, 0)}"
 
 
-def fair_share(sizes: Items[int], room: int) -> int:
+def _fair_share(sizes: Items[int], room: int) -> int:
     """The most that each may have, so that all fit; what a small one leaves over goes to the others."""
     left = len(sizes)
     for size in sorted(sizes):

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 
 from m3agent import chat
-from m3agent.answers import Answer, Measure, error_result, fair_share, too_long
+from m3agent.answers import Answer, Measure, error_result
 from m3agent.chat import ChatMessage, Prompt
 from m3agent.chat.messages import Thinking
 from m3agent.content import Message, ToolCall, ToolResult
-from m3agent.errors import ContextOverflow, ConversationError, RuntimeClosed, ToolError
+from m3agent.errors import ContextOverflow, ConversationError, RuntimeClosed
 from m3agent.session_tools import SessionTools
 from m3agent.token_log import TokenLog
 from m3agent.tools import Tool
@@ -190,18 +190,7 @@ class History:
         Those that would not fit there together are cut to equal shares of the room, or become errors that say so; the
         results are returned as they were added.
         """
-        room = self._room()
-        short = self.error("", too_long(f"{room}", room)).tokens
-        room -= short * (len(self.pending) - len(answers))
-        share = max(fair_share([answer.tokens for answer in answers], room), short)
-        added: list[Answer] = []
-        for answer in answers:
-            if answer.tokens > share:
-                try:
-                    answer = self._measure.fitted(answer, share)
-                except ToolError as error:
-                    answer = self.error(answer.result.call_id, str(error))
-            added.append(answer)
+        added = self._measure.fitted_together(answers, self._room(), len(self.pending) - len(answers))
         self._enter(added)
         return [answer.result for answer in added]
 

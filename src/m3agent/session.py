@@ -17,10 +17,10 @@ from m3agent.history import History
 from m3agent.make_room import make_room
 from m3agent.options import RunOptions, Setup
 from m3agent.output import output_of
+from m3agent.run import Run, Shared
 from m3agent.stream import RunStream
 from m3agent.tools import Tool
 from m3agent.transcript import full_result, said_by_user
-from m3agent.turn_loop import Run, Shared
 
 if TYPE_CHECKING:
     from m3agent.runtime import Usage

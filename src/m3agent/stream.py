@@ -17,7 +17,8 @@ import anyio
 
 from m3agent.events import Event, Out, Reply
 from m3agent.hooks import called
-from m3agent.turn_loop import Run, TurnLoop
+from m3agent.run import Run
+from m3agent.turn_loop import TurnLoop
 
 if TYPE_CHECKING:
     from m3agent.runtime import Usage

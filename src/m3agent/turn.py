@@ -1,15 +1,68 @@
-"""`TurnReader`: the tokens of one generated turn → events while they come, and the turn's message."""
+"""`OpenTurn`: one turn of the model while it is generated: tokens → events, and at its end the turn's message."""
 
 from __future__ import annotations
 
-from m3agent import chat
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from m3agent import chat, tracing
 from m3agent.content import Message, Part, Text, Thinking, ToolCall
 from m3agent.events import CallArguments, CallFinished, CallStarted, Event
 from m3agent.history import History
 from m3agent.tools.arguments import clip
 
+if TYPE_CHECKING:
+    from m3agent.backend import TokenStream
+    from m3agent.runtime import Guide, Sampling, Usage
 
-class TurnReader:
+
+class OpenTurn:
+    """Its prompt is in the log. What ends it, ends it once: `end` gives what there is, whole or not."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._reader = _Reader(history)
+        self._exit = AsyncExitStack()
+        self._tokens: TokenStream | None = None
+        self._span: tracing.Span = None
+
+    async def generate(self, sampling: Sampling, guide: Guide | None, run: tracing.Span) -> None:
+        tokens = self._history.generate(sampling, guide)
+        self._span = tracing.start_turn(run, self._history.runtime.name, tokens.sampling)
+        self._tokens = await self._exit.enter_async_context(tokens)
+
+    async def next(self) -> list[Event] | None:
+        """The events of one more token, None after the last."""
+        assert self._tokens is not None
+        async for token in self._tokens:
+            return self._reader.push(token.id)
+        return None
+
+    async def halt(self) -> None:
+        """Stop the model; it takes one step of it."""
+        await self._exit.aclose()
+
+    @property
+    def finish(self) -> str | None:
+        """Why the model stopped: "stop", or "length" where a limit did it; None where it did not."""
+        return None if self._tokens is None else self._tokens.finish
+
+    def end(self, trace_content: bool) -> tuple[list[Event], Message, Usage]:
+        """The last events, and the message, which is in the history now. Waits for nothing; a token stream that was not
+        halted ends itself.
+        """
+        from m3agent.runtime.usage import Usage  # imports torch, so not before a runtime is open
+
+        events, message = self._reader.finish(), self._reader.message()
+        self._history.end_turn(message)
+        usage = Usage() if self._tokens is None else self._tokens.usage
+        tracing.end_turn(self._span, usage, self.finish, message, trace_content)
+        return events, message, usage
+
+
+class _Reader:
+    """Tokens → events, and what they say together."""
+
     def __init__(self, history: History) -> None:
         self._detokenizer = chat.Detokenizer(history.runtime.tokenizer)
         self._parser = chat.ReplyParser(history.tools.definitions, history.thinking, tokens=True)

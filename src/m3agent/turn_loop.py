@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,53 +16,22 @@ import anyio
 from m3agent import tracing
 from m3agent.answers import Answer
 from m3agent.approval import Decision, checked_decisions
-from m3agent.background import Background
-from m3agent.calls import Calls, Surroundings
-from m3agent.content import Content, Message, Text, ToolCall, content_parts
+from m3agent.calls import Calls
+from m3agent.content import Message, Text, ToolCall, content_parts
 from m3agent.errors import NoOutput, SessionBusy, ToolError
 from m3agent.events import ApprovalNeeded, Done, Event, Reply, Stop, ToolResultEvent, TurnFinished
-from m3agent.history import CANCELLED, History
+from m3agent.history import CANCELLED
 from m3agent.hooks import called
-from m3agent.limits import Limits
 from m3agent.make_room import make_room
-from m3agent.options import RunOptions, Setup
 from m3agent.output import ATTEMPTS, Output
-from m3agent.turn import TurnReader
+from m3agent.run import Run, no_usage
+from m3agent.turn import OpenTurn
 
 if TYPE_CHECKING:
-    from m3agent.backend import TokenStream
     from m3agent.runtime import Usage
 
 OUT_OF_TIME = "cancelled: the time limit of the run was reached"
 _LIMITS = {"tokens": "token", "cost": "cost"}
-
-
-class Shared:
-    """What the runs of a session have in common. held: one of them holds the session. left: calls of a dropped stream
-    that are still being cancelled. usage: of all runs so far.
-    """
-
-    def __init__(self) -> None:
-        self.held = False
-        self.left: Background | None = None
-        self.usage = _no_usage()
-
-    def spend(self, usage: Usage) -> None:
-        self.usage += usage
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run is made of. `session` is for tools and hooks."""
-
-    session: Any
-    history: History
-    shared: Shared
-    setup: Setup
-    parts: tuple[Content, ...]
-    options: RunOptions
-    limits: Limits
-    output: Output[Any] | None = None
 
 
 class TurnLoop:
@@ -78,20 +46,19 @@ class TurnLoop:
         self.reply: Reply[Any] | None = None
         self._run = run
         self._history = run.history
+        self._limits = run.limits
         self._sampling = sampling
         self._message: Message | None = None  # the user's, until it was sent
         self._holds = False  # the session is ours
         self._began = False  # something was added to it; calls without results are this run's
-        self._turn: TurnReader | None = None  # while one is being generated
-        self._tokens: TokenStream | None = None
+        self._turn: OpenTurn | None = None  # while one is being generated
         self._cap: Stop = "tokens"  # what limits this turn's tokens
         self._calls: Calls | None = None  # while they run
-        self._exit = AsyncExitStack()
-        self._span = self._turn_span = None  # of tracing
+        self._span: tracing.Span = None
         self._turns = 0
         self._answers = 0  # that did not fit the output's type
         self._value: Any = None
-        self._usage = _no_usage()
+        self._usage = no_usage()
 
     @property
     def usage(self) -> Usage:
@@ -104,8 +71,9 @@ class TurnLoop:
         """Whatever runs for this run ends; it takes one step of the model, or as long as cancelled tools do."""
         if self._calls is not None:
             await self._calls.background.end()
-        with anyio.CancelScope(shield=True):
-            await self._exit.aclose()
+        if self._turn is not None:
+            with anyio.CancelScope(shield=True):
+                await self._turn.halt()
 
     def stop(self) -> None:
         """Leave the session so that it can go on. Waits for nothing; a dropped token stream ends itself."""
@@ -154,40 +122,38 @@ class TurnLoop:
     async def _send(self) -> None:
         rule = self._run.setup.compaction
         if rule is not None and self._history.fill >= rule.at:
-            found = await make_room(self._history, rule, rule.at / 2, self._spend)
+            found = await make_room(self._history, rule, rule.at / 2, self._spend_summary)
             if found is not None:
                 self.events.append(found)
         refused = await self._history.send(self._message)
         self._message = None
         self._began = True
         self.events.extend(ToolResultEvent(result) for result in refused)
-        self._turn = TurnReader(self._history)
+        self._turn = OpenTurn(self._history)
         self.step = TurnLoop._open_turn
 
     async def _open_turn(self) -> None:
+        assert self._turn is not None
         if (hook := self._run.setup.hooks.before_model) is not None:
             await called(hook, self._run.session)
-        most, self._cap = self._run.limits.of_turn(self._usage, self._sampling.max_tokens)
+        most, self._cap = self._limits.of_turn(self._usage, self._sampling.max_tokens)
         guide = None
         if self._run.setup.guided:
             guide = await self._history.guide(None if self._run.output is None else self._run.output.schema)
-        tokens = self._history.generate(replace(self._sampling, max_tokens=most), guide)
-        self._turn_span = tracing.start_turn(self._span, self._history.runtime.name, tokens.sampling)
-        self._tokens = await self._exit.enter_async_context(tokens)
+        await self._turn.generate(replace(self._sampling, max_tokens=most), guide, self._span)
         self.step = TurnLoop._read_token
 
     async def _read_token(self) -> None:
-        assert self._tokens is not None
         assert self._turn is not None
-        async for token in self._tokens:
-            self.events.extend(self._turn.push(token.id))
+        if (events := await self._turn.next()) is not None:
+            self.events.extend(events)
             return
         self.step = TurnLoop._close_turn
 
     async def _close_turn(self) -> None:
-        assert self._tokens is not None
-        await self._exit.aclose()
-        finish = self._tokens.finish
+        assert self._turn is not None
+        await self._turn.halt()
+        finish = self._turn.finish
         ended = self._end_turn()
         self.events.append(ended)
         if finish == "length":
@@ -208,20 +174,7 @@ class TurnLoop:
         self._end(self._cap)
 
     def _run_calls(self, calls: Sequence[ToolCall], decisions: Mapping[str, Decision], all_ask: bool) -> None:
-        run, approve = self._run, self._run.options.get("approve")
-        if isinstance(approve, Mapping):  # the decisions of now; about later calls the agent's callback is asked
-            approve = run.setup.defaults.get("approve")
-        assert not isinstance(approve, Mapping)
-        surroundings = Surroundings(
-            run.session,
-            self._run.options.get("deps"),
-            run.setup.hooks,
-            approve,
-            decisions,
-            all_ask,
-            self._span,
-            run.setup.trace_content,
-        )
+        surroundings = self._run.surroundings(decisions, all_ask, self._span)
         self._began = True
         self._calls = Calls(calls, self._history, surroundings)
         self.step = TurnLoop._read_calls
@@ -238,7 +191,7 @@ class TurnLoop:
         if self._history.pending and self._message is None:
             self.events.append(ApprovalNeeded(self._history.pending))
             self._end("approval")
-        elif (stop := self._run.limits.reached(self._turns, self._usage)) is not None:
+        elif (stop := self._limits.reached(self._turns, self._usage)) is not None:
             self._end(stop)
         else:
             self.step = TurnLoop._send
@@ -249,7 +202,7 @@ class TurnLoop:
             self._value = output.read(self._history.messages[-1].text)
         except ToolError as error:
             self._answers += 1
-            if self._answers < ATTEMPTS and self._run.limits.reached(self._turns, self._usage) is None:
+            if self._answers < ATTEMPTS and self._limits.reached(self._turns, self._usage) is None:
                 self._message = Message(role="user", parts=(Text(text=str(error)),))
                 return False
             self._value = NoOutput(str(error))
@@ -261,24 +214,24 @@ class TurnLoop:
         """What was generated becomes the turn's message, whole or not."""
         assert self._turn is not None
         turn, self._turn = self._turn, None
-        tokens, self._tokens = self._tokens, None
-        self.events.extend(turn.finish())
-        message = turn.message()
-        self._history.end_turn(message)
+        events, message, usage = turn.end(self._run.setup.trace_content)
+        self.events.extend(events)
         self._turns += 1
-        usage = _no_usage() if tokens is None else tokens.usage
         self._spend(usage)
-        finish, content = None if tokens is None else tokens.finish, self._run.setup.trace_content
-        tracing.end_turn(self._turn_span, usage, finish, message, content)
         return TurnFinished(self._turns, message, usage)
 
     def _spend(self, usage: Usage) -> None:
         self._usage += usage
         self._run.shared.spend(usage)
 
+    def _spend_summary(self, usage: Usage) -> None:
+        self._spend(usage)
+        if self._limits.tokens is not None:  # that limit is one on turns
+            self._limits = replace(self._limits, tokens=self._limits.tokens + usage.output_tokens)
+
     def _count_calls(self) -> None:
         if self._calls is not None:
-            for spent in (replace(_no_usage(), tool_seconds=self._calls.seconds), *self._calls.spent):
+            for spent in (replace(no_usage(), tool_seconds=self._calls.seconds), *self._calls.spent):
                 self._spend(spent)
             self._calls = None
 
@@ -302,13 +255,7 @@ class TurnLoop:
             self.events.extend(ToolResultEvent(result) for result in self._history.add_results(answers))
 
     def _end(self, stop: Stop) -> None:
-        messages = tuple(self._history.messages[self._history.began :])
-        said = [message for message in messages if message.role == "assistant"]
-        text, thinking = (said[-1].text, said[-1].thinking) if said else ("", "")
-        if stop != "end" and self._run.output is not None:
-            self._value = NoOutput(f"the run ended before an answer: {stop}")
-        cost = self._run.limits.cost_of(self._usage)
-        self.reply = Reply(text, thinking, messages, self._usage, stop, cost, self._value)
+        self.reply = self._run.reply(self._usage, stop, self._value)
         self.events.append(Done(self.reply))
         self.step = None
         tracing.end_run(self._span, self._usage, stop)
@@ -317,9 +264,3 @@ class TurnLoop:
     def _release(self) -> None:
         if self._holds:
             self._run.shared.held = self._holds = False
-
-
-def _no_usage() -> Usage:
-    from m3agent.runtime.usage import Usage  # imports torch, so not before a runtime is open
-
-    return Usage()

@@ -9,8 +9,6 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import m3agent as m3
 from m3agent.runtime import engine
@@ -184,29 +182,3 @@ async def test_pages_and_pictures_on_the_real_runtime(tmp_path: Path, monkeypatc
                 assert ours.tokens == theirs.tokens
                 np.testing.assert_allclose(await ours.sequence.logits(), await theirs.sequence.logits(), atol=1e-4)
         assert runtime.stats().used_pages == 0
-
-
-@given(st.lists(st.sampled_from(["run", "call", "compact", "fork", "cut"]), max_size=12))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_program_keeps_the_log_a_conversation(tmp_path: Path, steps: list[str]) -> None:
-    async def program() -> None:
-        runtime = ScriptedRuntime(make_tokenizer(tmp_path))
-        session = session_of(runtime)
-        for step in steps:
-            if step == "run":
-                runtime.says("Yes.")
-                await session.run("Well?")
-            elif step == "call":
-                runtime.says(block(call("write", letters="700")), "Done.")
-                await session.run("Call.")
-            elif step == "cut":
-                runtime.says("a longer answer")
-                await session.run("Be short.", max_tokens=3)
-            elif step == "compact":
-                await session.compact(m3.Compaction(keep_turns=1, summarise=False))
-            else:
-                session = session.fork()
-            if session.tokens:
-                check_log(runtime, session)
-
-    anyio.run(program)

@@ -205,3 +205,13 @@ async def test_a_run_reports_the_usage_of_its_summary(runtime: ScriptedRuntime) 
     reply = await session.run("q")
     assert reply.usage.output_tokens == len("SUMMARY") + 1 + len("Done.") + 1
     assert session.usage == before + reply.usage
+
+
+async def test_a_summary_is_no_turn_to_a_limit_on_tokens(runtime: ScriptedRuntime) -> None:
+    runtime.context_length = 8000
+    session = session_of(runtime, compaction=m3.Compaction(at=0.5, keep_turns=1))
+    await talk(session, runtime, 4)
+    runtime.says("SUMMARY", "Done.")
+    reply = await session.run("q", max_tokens=3)
+    assert (reply.text, reply.stop) == ("Don", "tokens")
+    assert reply.usage.output_tokens == len("SUMMARY") + 1 + 3
