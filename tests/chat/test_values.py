@@ -70,10 +70,19 @@ STRING_OR_NULL = {"type": ["string", "null"]}
         ({"$ref": "#/$defs/Size"}, "4", 4),
         ({"$ref": "#/$defs/Loop"}, "4", "4"),
         ({"$ref": "#/nowhere/at/all"}, "4", "4"),
+        ({"$ref": "#/$defs/List/anyOf/1"}, "4", 4),
+        ({"$ref": "#/$defs/List/anyOf/2"}, "4", "4"),
+        ({"$ref": "#/$defs/of%20one"}, "4", 4),
+        ({"$ref": "#size"}, "4", 4),
+        ({"$dynamicRef": "#size"}, "4", 4),
+        ({"$ref": "#type"}, "4", "4"),
+        ({"$ref": "http://x.invalid/s"}, "4", "4"),
     ],
 )
 def test_a_leaf_is_read_by_its_schema(schema: dict[str, Any], text: str, value: Any):
-    root = {"$defs": {"Size": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+    size = {"type": "integer", "$anchor": "size"}
+    listed = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    root = {"$defs": {"Size": size, "of one": size, "List": listed, "Loop": {"$ref": "#/$defs/Loop"}}}
     got = leaf(text, schema, root)
     assert got == value
     assert type(got) is type(value)

@@ -73,6 +73,39 @@ def test_answers_are_valid(tokenizer: Tokenizer, schema: dict[str, Any], seed: i
     check(json.loads(tokenizer.decode(ids[:-1])), schema)
 
 
+REFERENCES = [
+    "#/$defs/size",
+    "#/$defs/of%20one",
+    "#/properties/b/anyOf/0",  # as zod writes them
+    "#/x-sizes/1/size",
+    "#size",
+]
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_references_of_every_spelling_are_held_to(tokenizer: Tokenizer, reference: str) -> None:
+    size = {"type": "integer", "minimum": 5, "maximum": 7}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": reference},
+            "b": {"anyOf": [size, {"type": "object", "additionalProperties": {"$ref": reference}}]},
+            "c": {"type": "object", "additionalProperties": {"$ref": reference}},
+        },
+        "required": ["a", "b", "c"],
+        "$defs": {"size": {"$anchor": "size", **size}, "of one": {"$ref": "#/$defs/size"}},
+        "x-sizes": [{}, {"size": size}],
+    }
+    assert unenforced(schema) == ()
+    for seed in range(10):
+        guide = guide_of(tokenizer, [tool(schema)], "disabled")
+        events = read(walk(guide, tokenizer, [tokenizer.control[NS]], seed), [tool(schema)], tokenizer)
+        calls = [event for event in events if isinstance(event, CallFinished)]
+        assert calls
+        for call in calls:
+            check(call.arguments, schema)
+
+
 def guide_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], thinking: Any = "adaptive", answer: Any = None) -> Any:
     return Guides(tokenizer, tokenizer.size).turn(tools, thinking, answer)
 

@@ -232,6 +232,21 @@ async def test_malformed_tools_are_named_and_left_out() -> None:
             pass
 
 
+@pytest.mark.filterwarnings("ignore:.*is left out:UserWarning")
+async def test_references_that_lead_nowhere_leave_a_tool_out_and_end_no_run(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(make_tokenizer(tmp_path)).says(
+        block(written_call("fine", a="1"), written_call("fine", a="x")), "Done."
+    )
+    async with m3.tools.mcp(*BY_HAND, "references") as server:
+        assert set(server.skipped) == {"named", "dynamic", "circle"}
+        assert "leads back to itself" in server.skipped["circle"]
+        reply = await m3.Agent(runtime, tools=[*server]).run("Go")
+    assert reply.text == "Done."
+    good, bad = reply.messages[2].results
+    assert good.text == "fine"
+    assert "a: 'x' is not of type 'integer'" in bad.text
+
+
 async def test_new_tools_come_when_asked_for_and_in_order() -> None:
     async with m3.tools.mcp(*BY_HAND, "grows") as server:
         (first,) = server

@@ -32,7 +32,8 @@ _READ_OTHERWISE = {
 }
 # Keywords that say nothing about which values are valid.
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id"}
-_ANNOTATIONS |= {"$defs", "definitions", "$comment", "discriminator", "contentEncoding", "contentMediaType"}
+_ANNOTATIONS |= {"$defs", "definitions", "$comment", "discriminator", "contentEncoding", "contentMediaType", "$anchor"}
+_ANNOTATIONS |= {"$dynamicAnchor"}
 _HANDLED = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},

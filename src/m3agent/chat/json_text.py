@@ -6,26 +6,27 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from m3agent.chat.values import Schema
+from m3agent.chat.values import Schema, follow
 
 LARGEST = 10**15  # of numbers without bounds: no exponents, no infinity
 _ANY = "m3agent-any"
+_LEFT_OUT = {"title", "description", "default", "examples", "discriminator", "$schema", "$id", "$anchor"}
+_LEFT_OUT |= {"$dynamicAnchor", "$defs", "definitions"}  # what is referred to comes anew
 # At most one space, after a colon or comma: laying an answer out costs tokens, and small models never stop.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?"}
 
 
 def json_rule(schema: Any, root: Schema, *, spaces: bool = False) -> str:
     """`%json {…}`. root: where local references point into. spaces: let a space stand after a colon or comma."""
-    bounded = _bounded(schema) if isinstance(schema, Mapping) else {"$ref": f"#/$defs/{_ANY}"}
-    definitions = {
-        key: {name: _bounded(part) for name, part in root[key].items()}
-        for key in ("$defs", "definitions")
-        if isinstance(root.get(key), Mapping)
-    }
-    definitions.setdefault("$defs", {})[_ANY] = _any_value()
+    names: dict[str, str] = {}
+    bounded = _bounded(schema, names) if isinstance(schema, Mapping) else {"$ref": f"#/$defs/{_ANY}"}
+    definitions: dict[str, Any] = {_ANY: _any_value()}
+    while missing := [reference for reference, name in names.items() if name not in definitions]:
+        for reference in missing:  # they may refer to others
+            definitions[names[reference]] = _bounded(follow(reference, root), names)
     layout = _SEPARATORS if spaces else {}
     options = {**layout, "whitespace_flexible": False, "lenient": True, "json_allowed_escapes": 'nrbtf\\"'}
-    return "%json " + json.dumps({"x-guidance": options, **bounded, **definitions})
+    return "%json " + json.dumps({"x-guidance": options, **bounded, "$defs": definitions})
 
 
 def _any_value() -> dict[str, Any]:
@@ -42,19 +43,25 @@ def _any_value() -> dict[str, Any]:
     }
 
 
-def _bounded(schema: Any) -> Any:
-    """The schema with bounds on numbers, and with "anything" spelled out, at every place."""
+def _bounded(schema: Any, names: dict[str, str]) -> Any:
+    """The schema with bounds on numbers, and with "anything" spelled out, at every place.
+
+    names: of the definitions that stand for local references; new ones are added. A rule holds a part of a whole
+    schema, in which `#/properties/a/items/0` would lead nowhere.
+    """
     if not isinstance(schema, Mapping) or schema == {}:
         return False if schema is False else {"$ref": f"#/$defs/{_ANY}"}
     out: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
-            out[key] = {name: _bounded(part) for name, part in value.items()}
+        if key in ("properties", "patternProperties", "dependentSchemas"):
+            out[key] = {name: _bounded(part, names) for name, part in value.items()}
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            out[key] = [_bounded(part) for part in value]
+            out[key] = [_bounded(part, names) for part in value]
         elif key in ("items", "additionalProperties") and value is not False:
-            out[key] = _bounded(value)
-        elif key not in ("title", "description", "default", "examples", "discriminator", "$schema", "$id"):
+            out[key] = _bounded(value, names)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            out[key] = f"#/$defs/{names.setdefault(value, f'd{len(names)}')}"
+        elif key not in _LEFT_OUT:
             out[key] = value
     kinds = out.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds or []

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
 
@@ -60,8 +61,8 @@ def alternatives(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return
     yield schema
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
+    reference = schema.get("$ref", schema.get("$dynamicRef"))
+    if isinstance(reference, str) and reference.startswith("#"):
         yield from alternatives(follow(reference, root), root, depth + 1)
     for keyword in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(keyword)
@@ -70,13 +71,30 @@ def alternatives(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
 
 
 def follow(reference: str, root: Schema) -> Any:
-    """What a local reference (`#/…`, or `#`) points to; None where there is nothing."""
+    """What a local reference points to: `#`, `#/a/pointer`, `#anchor`. None where there is nothing."""
+    fragment = unquote(reference[1:])
+    if fragment and not fragment.startswith("/"):
+        return _anchored(fragment, root)
     target: Any = root
-    for step in reference[2:].split("/") if len(reference) > 1 else ():
-        if not isinstance(target, Mapping):
+    for step in fragment.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        elif isinstance(target, Mapping):
+            target = target.get(step)
+        else:
             return None
-        target = target.get(step.replace("~1", "/").replace("~0", "~"))
     return target
+
+
+def _anchored(name: str, node: Any) -> Any:
+    """The first schema inside with this `$anchor`; its name is that of nothing else by the rules of JSON Schema."""
+    if isinstance(node, Mapping):
+        if name in (node.get("$anchor"), node.get("$dynamicAnchor")):
+            return node
+        node = list(node.values())
+    found = (_anchored(name, inner) for inner in node) if isinstance(node, list) else ()
+    return next((schema for schema in found if schema is not None), None)
 
 
 def _null(text: str, types: set[str]) -> Any:

@@ -28,6 +28,8 @@ MAX_TEXT = 800  # characters of an error that the model reads
 class Arguments:
     """Validates the arguments of one tool. `schema` is what the model is shown."""
 
+    unchecked: tuple[str, ...] = ()  # pydantic checks the types themselves
+
     def __init__(self, tool: str, parameters: Sequence[Parameter], descriptions: Mapping[str, str]) -> None:
         self._tool = tool
         # Fields are numbered and carry the real name as alias, so that no parameter name can clash with pydantic's own.
@@ -45,8 +47,6 @@ class Arguments:
             values = self._model.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
             raise ToolError(self._explain(error)) from error
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ToolError(clip(f"Invalid arguments for {self._tool}: {error}")) from error
         return {self._names[field]: getattr(values, field) for field in values.model_fields_set}
 
     def _build(self, parameters: Sequence[Parameter], descriptions: Mapping[str, str]) -> type[BaseModel]:

@@ -10,7 +10,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, Unpack, get_args, overload
 
 from m3agent.chat import check_tool_names
 from m3agent.chat.grammar import unenforced
-from m3agent.tools.arguments import Arguments
+from m3agent.errors import ToolError
+from m3agent.tools.arguments import Arguments, clip
 from m3agent.tools.context import Context
 from m3agent.tools.docs import read_doc
 from m3agent.tools.hand_written import JsonArguments, JsonSignature
@@ -43,7 +44,12 @@ class Tool(Generic[P, R]):
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """JSON arguments → values in the declared types, by name. Raises ToolError with a text for the model."""
-        return self._arguments.validate(arguments)
+        try:
+            return self._arguments.validate(arguments)
+        except ToolError:
+            raise
+        except Exception as error:  # of a validator of the program's own, or of a value that none was written for
+            raise ToolError(clip(f"Invalid arguments for {self.name}: {type(error).__name__}: {error}")) from error
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -54,13 +60,20 @@ class Tool(Generic[P, R]):
     @property
     def unenforced(self) -> tuple[str, ...]:
         """Keywords of the schema that guided decoding does not hold the model to, as `path: keyword`; the validation of
-        a finished call does.
+        a finished call does, but for the formats in `unchecked`.
         """
         return unenforced(self.parameters)
 
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Formats of a hand-written schema that validation does not check, as `path: format`: those that JSON Schema
+        does not know, or for which jsonschema needs packages that are not installed (`pip install jsonschema[format]`).
+        """
+        return self._arguments.unchecked
+
     def bind(self, arguments: Mapping[str, Any], context: Context) -> tuple[list[Any], dict[str, Any]]:
         """JSON arguments → (args, kwargs) in the declared types. Raises ToolError with a text for the model."""
-        return self._signature.bind(self._arguments.validate(arguments), context)
+        return self._signature.bind(self.validate(arguments), context)
 
     @staticmethod
     def from_schema(
@@ -185,9 +198,10 @@ def _checked(made: Tool[..., Any]) -> Tool[..., Any]:
     # Of a set pydantic asks for unique items, and takes others as well.
     missed = [where for where in made.unenforced if not where.endswith("uniqueItems")]
     if missed:
+        but = f", but the formats {', '.join(made.unchecked)} are not checked" if made.unchecked else ""
         warnings.warn(
             f"tool {made.name!r}: guided decoding does not hold the model to {', '.join(missed)}; a call that does not "
-            "fit is still refused when it is complete",
+            f"fit is still refused when it is complete{but}",
             stacklevel=4,
         )
     return made

@@ -17,6 +17,23 @@ TOOLS = [
     {"inputSchema": OBJECT},
 ]
 
+OUTSIDE = {"$ref": "http://x.invalid/s"}
+REFERRING = [  # schemas with references that lead nowhere, one inside, and one that is a value
+    {"name": "named", "inputSchema": {"type": "object", "properties": {"default": OUTSIDE}}},
+    {"name": "dynamic", "inputSchema": {"type": "object", "properties": {"a": {"$dynamicRef": "http://x.invalid/s"}}}},
+    {"name": "circle", "inputSchema": {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}},
+    {
+        "name": "fine",
+        "inputSchema": {
+            "type": "object",
+            "properties": {
+                "a": {"default": OUTSIDE, "$ref": "#/properties/b/anyOf/0"},
+                "b": {"anyOf": [{"type": "integer"}]},
+            },
+        },
+    },
+]
+
 LISTINGS: list[int] = []
 
 
@@ -33,6 +50,8 @@ def answer(request: dict) -> None:
     elif method == "tools/list":
         if WRONG == "tools":
             result = {"tools": TOOLS}
+        elif WRONG == "references":
+            result = {"tools": REFERRING}
         elif WRONG == "grows":  # by one with every listing, in another order each time
             LISTINGS.append(len(LISTINGS))
             tools = [{"name": f"tool_{number}", "inputSchema": OBJECT} for number in LISTINGS]
@@ -44,7 +63,7 @@ def answer(request: dict) -> None:
             sys.stdout.buffer.write(b'\xff\xfe\x00 not json\n{"jsonrpc": 7}\n[]\n')
             sys.stdout.buffer.flush()
             result = {"content": [{"type": "text", "text": "after the garbage"}]}
-        elif WRONG == "sound":
+        elif WRONG in ("sound", "references"):
             result = {"content": [{"type": "text", "text": "fine"}]}
         elif WRONG == "shape":
             result = {"content": "not a list"}
