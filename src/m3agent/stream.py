@@ -8,6 +8,7 @@ closed by different tasks.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -106,7 +107,7 @@ class RunStream(Generic[Out]):
                 running.over.set()
 
     def __del__(self) -> None:
-        if self._loop.step is not None:
+        if self._loop.step is not None and not sys.is_finalizing():  # then nothing can be imported, and nobody goes on
             self._loop.step = None
             self._loop.stop()
 

@@ -71,7 +71,7 @@ async def test_cancel_at_every_waiting_point_of_a_run(
     assert points > 150
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(
         st.one_of(

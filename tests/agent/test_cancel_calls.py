@@ -187,7 +187,7 @@ async def test_drop_at_every_event(runtime: ScriptedRuntime) -> None:
         await check_goes_on(runtime, session)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
         st.tuples(

@@ -170,7 +170,7 @@ RULES = st.one_of(st.none(), st.builds(m3.Compaction, at=st.just(0.3), keep_turn
 
 
 @given(steps=st.lists(STEP, max_size=14), rule=RULES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_program(
     tokenizer: Tokenizer,
     anyio_backend: str,

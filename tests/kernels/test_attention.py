@@ -101,7 +101,7 @@ def definition(scores: list[float], own: int, topk: int, local: int, initial: in
     return sorted(range(own + 1), key=rank)[:topk]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 3.0]), min_size=1, max_size=12),
     st.integers(1, 5),

@@ -68,7 +68,7 @@ def test_swiglu_worked_examples(gate: float, up: float, value: float) -> None:
     assert found == pytest.approx(value, rel=2e-4 if abs(value) < 1e-6 else 2e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(-30, 30, width=32), st.floats(-30, 30, width=32), st.sampled_from([1.5, 7.0]))
 def test_swiglu_formula(gate: float, up: float, limit: float) -> None:
     g, u = min(gate, limit), max(-limit, min(up, limit))

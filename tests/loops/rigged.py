@@ -45,14 +45,18 @@ class Rigged:
         self.model, self.script, self.said = model, script, 0
         self.device = model.device
 
-    def forward(self, spans: list[Span], pages: KVPages) -> list[torch.Tensor]:
-        logits = self.model.forward(spans, pages)
+    def forward(self, spans: list[Span], pages: KVPages, logits: Sequence[int]) -> list[torch.Tensor]:
+        found = self.model.forward(spans, pages, logits)
         (span,) = spans
-        if span.start and self.said < len(self.script) and int(span.ids[0]) == self.script[self.said]:
-            self.said += 1  # the last token that was put on top has come back as input
-        logits[0][:, self.script[min(self.said, len(self.script) - 1)]] = 1e4
-        return logits
+        for row in range(found[0].shape[0]):  # more than one where the engine checks drafted tokens
+            if span.start and self.said < len(self.script) and int(span.ids[row]) == self.script[self.said]:
+                self.said += 1  # the last token that was put on top has come back as input
+            elif row:
+                break  # a draft that is rejected, and so is all behind it
+            found[0][row, self.script[min(self.said, len(self.script) - 1)]] = 1e4
+        return found
 
 
 def rig(runtime: Runtime, turns: Sequence[str | list[str]], tool: dict[str, Any]) -> None:
-    runtime.engine._model = Rigged(runtime.engine._model, replies(runtime.tokenizer, turns, tool))
+    steps = runtime.engine._steps
+    steps.model = Rigged(steps.model, replies(runtime.tokenizer, turns, tool))

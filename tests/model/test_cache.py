@@ -31,7 +31,7 @@ def chunked(model: M3Model, ids: Tensor, cuts: list[int], pages: KVPages, table:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cuts=st.sets(st.integers(1, TOKENS - 1), max_size=6), seed=st.integers(0, 99))
 def test_chunks_equal_one_pass(name: str, cuts: set[int], seed: int) -> None:
     model, ids = MODELS[name], random_ids(TOKENS)

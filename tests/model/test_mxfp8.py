@@ -35,7 +35,7 @@ def _step(value: float) -> float:
     return 2.0 ** (max(math.frexp(value)[1] - 1, -6) - 3) if value else 2.0**-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(floats, min_size=64, max_size=64), st.integers(-30, 30))
 def test_bytes_and_values_follow_the_definition(numbers: list[float], shift: int) -> None:
     weight = torch.tensor(numbers, dtype=torch.float64).ldexp(torch.tensor(shift)).float().nan_to_num().view(2, 32)
@@ -51,7 +51,7 @@ def test_bytes_and_values_follow_the_definition(numbers: list[float], shift: int
         assert restored[row].tolist() == in_float32.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(-4, 4, width=32), min_size=32, max_size=32))
 def test_error_and_idempotence(numbers: list[float]) -> None:
     weight = torch.tensor(numbers).view(1, 32)

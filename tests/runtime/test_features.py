@@ -103,8 +103,9 @@ async def test_pictures_and_films_give_the_logits_of_an_uncached_run(opening: Op
     second = [3, *[IMAGE] * small.tokens, 4, *[IMAGE] * large.tokens, 5]
     async with opening(2048) as runtime:
         encoded: list[int] = []
-        encode = runtime.engine._features._encode
-        runtime.engine._features._encode = lambda pixels, grids: encoded.append(len(pixels)) or encode(pixels, grids)
+        features = runtime.engine._steps.features
+        encode = features._encode
+        features._encode = lambda pixels, grids: encoded.append(len(pixels)) or encode(pixels, grids)
         sequence = runtime.sequence()
         sequence.append(first, [(440, large), (441 + large.tokens, clip)])
         await generated(sequence, sampled(3))

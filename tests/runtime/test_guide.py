@@ -50,7 +50,7 @@ def check(value: Any, schema: Any) -> None:
 
 
 @given(st.lists(parameters(), min_size=1, max_size=2), st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_are_valid(tokenizer: Tokenizer, parameters: list[dict[str, Any]], seed: int) -> None:
     tools = [tool(schema, f"f{index}") for index, schema in enumerate(parameters)]
     guide = Guides(tokenizer, tokenizer.size).turn(tools, "disabled")
@@ -65,7 +65,7 @@ def test_calls_are_valid(tokenizer: Tokenizer, parameters: list[dict[str, Any]],
 
 
 @given(schemas, st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_answers_are_valid(tokenizer: Tokenizer, schema: dict[str, Any], seed: int) -> None:
     guide = Guides(tokenizer, tokenizer.size).turn([], "disabled", schema)
     assert guide is not None

@@ -132,7 +132,7 @@ class Programs(RuleBasedStateMachine):
 
 
 TestPrograms = Programs.TestCase
-TestPrograms.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPrograms.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_who_writes_first_to_a_shared_page_gets_a_copy() -> None:

@@ -122,7 +122,7 @@ async def run(rounds: list[list[Step]], opening: Opening, model: M3Model) -> Non
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_random_programs(backend: str, opening: Callable[..., Opening], model: M3Model) -> None:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.lists(st.lists(STEP, min_size=1, max_size=4), min_size=1, max_size=8))
     def programs(rounds: list[list[Step]]) -> None:
         anyio.run(run, rounds, opening(PAGES * 8), model, backend=backend)

@@ -35,7 +35,7 @@ def reference(logits: np.ndarray, s: Sampling) -> dict[int, float]:
 LOGITS = arrays(np.float32, st.integers(1, 40), elements=st.integers(-40, 40).map(lambda n: np.float32(n / 4)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     logits=LOGITS,
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),

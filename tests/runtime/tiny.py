@@ -1,7 +1,7 @@
 """A checkpoint with random weights, small enough for tests, and the tools to compare it with an uncached run."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -103,14 +103,15 @@ class Watched:
         self.model, self.watch = model, watch
         self.device = model.device
 
-    def forward(self, spans: list[Span], pages: KVPages) -> list[torch.Tensor]:
+    def forward(self, spans: list[Span], pages: KVPages, logits: Sequence[int]) -> list[torch.Tensor]:
         self.watch(spans)
-        return self.model.forward(spans, pages)
+        return self.model.forward(spans, pages, logits)
 
 
 def watch(runtime: Runtime, each_step: Callable[[list[Span]], None]) -> None:
     """Call `each_step` with the spans of every step of this runtime, in its worker, before it is computed."""
-    runtime.engine._model = Watched(runtime.engine._model, each_step)
+    steps = runtime.engine._steps
+    steps.model = Watched(steps.model, each_step)
 
 
 def uncached_logits(model: M3Model, tokens: list[int]) -> torch.Tensor:

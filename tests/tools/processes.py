@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -49,9 +50,12 @@ async def eventually(true: Callable[[], bool]) -> None:
 
 
 def descriptors() -> int:
+    """How many are open, without those of toolsets that earlier tests left in cycles."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def children() -> list[psutil.Process]:
-    """Child processes, also those that have ended and were not waited for."""
+    """Child processes, also those that have ended and were not waited for; none of toolsets that are forgotten."""
+    gc.collect()
     return psutil.Process().children()

@@ -47,7 +47,7 @@ block = st.one_of(
 
 
 @given(st.lists(block, max_size=5), JSON)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_anything_a_server_sends_becomes_parts(content: list[Any], structured: Any) -> None:
     parts = received(CallToolResult(content=content, structured_content=structured))
     assert parts
@@ -56,7 +56,7 @@ def test_anything_a_server_sends_becomes_parts(content: list[Any], structured: A
 
 
 @given(st.lists(st.text() | arrays.arrays(np.uint8, (2, 3, 3)).map(m3.Image), min_size=1, max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_what_we_send_we_can_read(parts: list[Any]) -> None:
     back = received(CallToolResult(content=sent(parts)))
     pictures = [part for part in parts if isinstance(part, m3.Image)]

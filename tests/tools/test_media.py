@@ -118,7 +118,7 @@ async def test_compare_counts_and_places_the_differences(tmp_path: Path) -> None
 
 
 @given(arrays.arrays(np.bool_, st.tuples(st.integers(1, 300), st.integers(1, 20))))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_differing_pixel_is_in_exactly_one_region(differs: np.ndarray) -> None:
     found = regions(differs)
     assert sum(region.pixels for region in found) == differs.sum()

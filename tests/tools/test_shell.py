@@ -336,7 +336,7 @@ async def test_many_calls_leave_nothing_behind(tmp_path: Path) -> None:
 # What the model is shown of an output ------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text(st.sampled_from("aé€😀\n"), max_size=40).map(lambda text: text * 40),
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=5),

@@ -250,7 +250,7 @@ def attempts(scene: Scene, path: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(path=PATHS, links=st.lists(PATHS, max_size=2))
 def test_no_spelling_escapes(by_kernel: bool, path: str, links: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

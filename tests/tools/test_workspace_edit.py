@@ -254,7 +254,7 @@ CODECS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS, CODECS, st.data())
 def test_bytes_outside_an_edit_never_change(text: str, codec: tuple[str, bytes], data: st.DataObject) -> None:
     name, mark = codec
@@ -290,7 +290,7 @@ def test_bytes_outside_an_edit_never_change(text: str, codec: tuple[str, bytes],
         assert "\n" not in middle.replace("\r\n", "")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXTS, TEXTS)
 def test_a_rewrite_of_the_whole_text_is_what_was_written(before: str, after: str) -> None:
     after = after.replace("\r\n", "\n").replace("\r", "")

@@ -19,6 +19,7 @@ from PIL import Image as Pil
 import m3agent as m3
 from m3agent.tools.execute import call_tool
 from m3agent.tools.workspace import globs, search
+from tests.tools.processes import descriptors
 
 
 def call(root: Path, tool: str, **arguments: Any) -> Any:
@@ -203,16 +204,16 @@ def test_no_descriptor_is_left_open(tree: Path, engine: str) -> None:
         ("diff", {}),
         ("undo", {"path": "link"}),
     ]
-    before = len(os.listdir("/dev/fd"))
+    before = descriptors()
     for tool, arguments in calls:
         with suppress(m3.ToolError):
             args, kwargs = tools[tool].bind(arguments, m3.Context(tool, "call_1"))
             tools[tool](*args, **kwargs)
     gc.collect()
-    assert len(os.listdir("/dev/fd")) == before
+    assert descriptors() == before
     del tools
     gc.collect()
-    assert len(os.listdir("/dev/fd")) == before - 1  # the root's own
+    assert descriptors() == before - 1  # the root's own
 
 
 @pytest.mark.anyio

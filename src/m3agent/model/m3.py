@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -46,10 +46,13 @@ class M3Model:
         self._rope: tuple[Tensor, Tensor] = self._rope_table(1024)
 
     @torch.inference_mode()
-    def forward(self, spans: list[Span], pages: KVPages, logits: Literal["last", "all"] = "last") -> list[Tensor]:
+    def forward(
+        self, spans: list[Span], pages: KVPages, logits: Literal["last", "all"] | Sequence[int] = "last"
+    ) -> list[Tensor]:
         """Run the spans as one ragged batch; their keys and values are in the pages afterwards.
 
-        Returns float32 logits for each span: [1, vocab] of its last token, or [n, vocab] of all. Raises ValueError
+        Returns float32 logits for each span: [1, vocab] of its last token, [n, vocab] of all, or, with a number for
+        each span, of so many of its last tokens. Raises ValueError
         for a span that its page table cannot hold or whose media rows do not fit.
         """
         t, w = self.config.text, self.weights
@@ -69,10 +72,12 @@ class M3Model:
             return [decode_token(x, w, t, rope, batch, pages)]
         for layer, layer_weights in enumerate(w.layers):
             x = decoder_layer(x, layer_weights, layer, t, rope, batch, pages)
-        if logits == "last" and x.shape[0] > len(batch):
-            x = x[torch.tensor([p.end - 1 for p in batch], device=x.device)]
+        rows = [1 if logits == "last" else p.end - p.begin for p in batch] if isinstance(logits, str) else list(logits)
+        if x.shape[0] > sum(rows):
+            places = [place for p, n in zip(batch, rows, strict=True) for place in range(p.end - n, p.end)]
+            x = x[torch.tensor(places, device=x.device)]
         out = linear(gained_norm(x, w.norm, t.rms_norm_eps), w.head).float()
-        return list(out.split([1 if logits == "last" else p.end - p.begin for p in batch]))
+        return list(out.split(rows))
 
     @torch.inference_mode()
     def encode_media(self, pixels: Tensor, grids: list[Grid]) -> Tensor:

@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from m3agent.errors import ContextOverflow, RuntimeClosed, SessionBusy
-from m3agent.model.batch import Span
 from m3agent.model.m3 import M3Model
 from m3agent.model.pages import KVPages
 from m3agent.runtime.cores import Cores
-from m3agent.runtime.features import FeatureCache
 from m3agent.runtime.kv import BlockTable, KVCache
 from m3agent.runtime.kv.keys import root_key
 from m3agent.runtime.kv.tiers import Tiers
 from m3agent.runtime.queues import Fetched, Queues
-from m3agent.runtime.request import Ended, Request, Token
-from m3agent.runtime.sampling import choose
-from m3agent.runtime.scheduler import CHUNK, Work, plan
+from m3agent.runtime.request import Ended, Request
+from m3agent.runtime.steps import Steps
 from m3agent.runtime.usage import Stats
 
 
@@ -39,19 +36,15 @@ class Engine:
         root = root_key(model.fingerprint, str(model.dtype), pages.block_size)
         self.cache = KVCache(pages, root, self._relax_one, tiers)
         self.context = context
-        self._model = model
-        self._features = FeatureCache(model.encode_media)
         self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._busy: dict[int, Request] = {}  # by id of the table
         self._queues = Queues(self.cache, self._inbox.put)
+        self._steps = Steps(model, self.cache, self._queues, context, self._end)
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._uses = count(1)
         self.stopped = False
-        self._steps = self._computed = self._recomputed = self._output = self._found = self._promoted = (
-            self._preempted
-        ) = 0
         self._thread = threading.Thread(target=self._work, name="m3agent-engine", daemon=True)
         self._thread.start()
         # A daemon thread inside torch while the interpreter goes down can crash it: end it before.
@@ -126,19 +119,21 @@ class Engine:
 
     def stats(self) -> Stats:
         self.reap()
-        pool, tiers = self.cache.pool, self.cache.tiers
+        pool, tiers, steps = self.cache.pool, self.cache.tiers, self._steps
         return Stats(
             total_pages=pool.total,
             used_pages=pool.used if self._thread.is_alive() else 0,  # their memory went with the worker
             cached_pages=pool.cached if self._thread.is_alive() else 0,
             page_tokens=self.cache.page_tokens,
             active_requests=len(self._busy),
-            steps=self._steps,
-            computed_tokens=self._computed,
-            recomputed_tokens=self._recomputed,
+            steps=steps.count,
+            computed_tokens=steps.computed,
+            recomputed_tokens=steps.recomputed,
             found_tokens=self._queues.found,
             promoted_tokens=self._queues.promoted,
-            output_tokens=self._output,
+            output_tokens=steps.output,
+            drafted_tokens=steps.drafted,
+            accepted_tokens=steps.accepted,
             evicted_pages=self.cache.index.evicted,
             preemptions=self._queues.preempted,
             host_pages=len(tiers.host) if tiers is not None else 0,
@@ -164,7 +159,7 @@ class Engine:
             cores = Cores()
             with torch.inference_mode():
                 while self._receive():
-                    self._step(cores)
+                    self._steps.run(cores)
         except BaseException as failure:  # a fault of the engine itself: nobody may wait for it forever
             error = RuntimeClosed(f"the runtime's worker failed: {failure!r}")
             error.__cause__ = failure
@@ -179,7 +174,8 @@ class Engine:
             self._end(request, "error", error)
         if self.cache.tiers is not None:
             self.cache.tiers.close()
-        del self._model, self._features, self.cache.pages  # the memory goes back now, whoever still holds a sequence
+        # The memory goes back now, whoever still holds a sequence.
+        del self._steps.model, self._steps.features, self.cache.pages
         atexit.unregister(self.stop_and_wait)
 
     def _receive(self) -> bool:
@@ -213,7 +209,7 @@ class Engine:
             self._end(request, "error", ContextOverflow(problem))
         elif not request.pending:
             assert request.logits is not None
-            self._sample(request, request.logits)
+            self._steps.sample(request, request.logits)
         else:
             self._alone(request, partial(self._queues.find, request))
 
@@ -223,52 +219,6 @@ class Engine:
             work()
         except Exception as error:
             self._end(request, "error", error)
-
-    def _step(self, cores: Cores) -> None:
-        """One pass through the model: prepare the work, run it as one batch, choose a token where a prompt is done."""
-        prepared: list[tuple[Work, Span]] = []
-        active = self._queues.active
-        planned = plan(active, CHUNK)
-        if all(piece.count == 1 for piece in planned):
-            cores.leave_one()
-        else:
-            cores.take_all()
-        for piece in planned:
-            span = self._span(piece) if piece.request in active else None
-            if span is not None:
-                prepared.append((piece, span))
-        prepared = [(piece, span) for piece, span in prepared if piece.request in active]  # some gave way
-        if not prepared:
-            return
-        work, spans = [piece for piece, _ in prepared], [span for _, span in prepared]
-        self._steps += 1
-        for piece, logits in zip(work, self._forward(work, spans), strict=True):
-            if logits is None:
-                continue
-            request = piece.request
-            prefill = not request.made
-            again = request.advance(piece.count, self.cache.advance)
-            if prefill:
-                self._computed += piece.count
-                self._recomputed += again
-            if not request.pending and not request.cancelled:
-                self._sample(request, logits[-1].to("cpu", torch.float32))
-
-    def _span(self, piece: Work) -> Span | None:
-        """Pages and picture rows for one piece of work; None when that failed, which ends this request alone."""
-        request, table = piece.request, piece.request.table
-        start, end = table.cached, table.cached + piece.count
-        try:
-            if end > self.context:
-                raise ContextOverflow(f"the model's context of {self.context} tokens is full")
-            media = self._features.inside(request.runs, start, end) if request.runs else []
-            if not self._queues.reserve(request, end):
-                return None
-            ids = torch.tensor(request.pending[: piece.count], device=self._model.device)
-            return Span(ids, start, table.tensor(self._model.device), media)
-        except Exception as error:
-            self._end(request, "error", error)
-            return None
 
     def _idle_pages(self) -> int:
         """How many pages sequences hold that generate nothing, at most."""
@@ -284,36 +234,6 @@ class Engine:
                 return False
             min(idle, key=lambda table: table.used).release()
             return True
-
-    def _forward(self, work: list[Work], spans: list[Span]) -> list[Tensor | None]:
-        """The logits of every span. When the batch fails, each span is tried alone and only the faulty ones end."""
-        try:
-            return list(self._model.forward(spans, self.cache.pages))
-        except Exception as error:
-            if len(work) == 1:
-                self._end(work[0].request, "error", error)
-                return [None]
-        return [self._forward([piece], [span])[0] for piece, span in zip(work, spans, strict=True)]
-
-    def _sample(self, request: Request, logits: Tensor) -> None:
-        limit = request.sampling.max_tokens
-        if limit == 0:
-            self._end(request, "length", logits=logits)
-            return
-        try:
-            allowed = None if request.guide is None else request.guide.allowed()
-            token, logprob = choose(logits.numpy(), request.sampling, request.random, allowed)
-            if request.guide is not None:
-                request.guide.accept(token)
-        except Exception as error:
-            self._end(request, "error", error)
-            return
-        self._output += 1
-        request.emit(Token(token, logprob))
-        if token in request.stop:
-            self._end(request, "stop")
-        elif request.made == limit:
-            self._end(request, "length")
 
     def _end(
         self, request: Request, finish: str, error: BaseException | None = None, logits: Tensor | None = None

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 PIECE = 256  # tokens
 
@@ -11,16 +16,14 @@ class TokenLog:
     """A fork copies one reference for each piece and at most one piece of tokens: microseconds for any log."""
 
     def __init__(self) -> None:
-        self._pieces: list[list[int]] = []  # full, never changed again
-        self._tail: list[int] = []
+        self._pieces: list[array[int]] = []  # full, never changed again
+        self._tail = array("i")
 
     def __len__(self) -> int:
         return len(self._pieces) * PIECE + len(self._tail)
 
     def __iter__(self) -> Iterator[int]:
-        for piece in self._pieces:
-            yield from piece
-        yield from self._tail
+        return chain(*self._pieces, self._tail)
 
     @property
     def last(self) -> int | None:
@@ -32,7 +35,7 @@ class TokenLog:
         self._tail.append(token)
         if len(self._tail) == PIECE:
             self._pieces.append(self._tail)
-            self._tail = []
+            self._tail = array("i")
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -46,6 +49,13 @@ class TokenLog:
             found += piece[max(0, start - number * PIECE) : end - number * PIECE]
         return found
 
+    def array(self, tokens: int) -> NDArray[np.int32]:
+        """The first `tokens`, copied."""
+        full, rest = divmod(tokens, PIECE)
+        whole = self._pieces[:full]
+        last = (self._pieces[full] if full < len(self._pieces) else self._tail)[:rest]
+        return np.frombuffer(b"".join([*whole, last]), np.int32).copy()
+
     def cut(self, tokens: int) -> None:
         """Keep the first `tokens`."""
         full = tokens // PIECE
@@ -57,5 +67,5 @@ class TokenLog:
 
     def fork(self) -> TokenLog:
         other = TokenLog()
-        other._pieces, other._tail = list(self._pieces), list(self._tail)
+        other._pieces, other._tail = list(self._pieces), self._tail[:]
         return other

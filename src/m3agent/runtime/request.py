@@ -16,6 +16,7 @@ from m3agent.runtime.kv.keys import Identity, identify, token_ids
 from m3agent.runtime.kv.table import BlockTable
 from m3agent.runtime.log import TokenLog
 from m3agent.runtime.sampling import Sampling, generator
+from m3agent.runtime.speculate import Draft
 from m3agent.runtime.usage import Usage
 
 
@@ -58,6 +59,9 @@ class Request:
     def __post_init__(self) -> None:
         self.random = generator(self.sampling.seed)
         self.prompt = len(self.log)
+        self.emitted: list[int] = []
+        self.draft = Draft(self.log, self.prompt)
+        self.drafted = self.accepted = 0  # tokens
         self.pending: list[int] = []  # the ids at positions table.cached and on
         self.runs: list[MediaRun] = []  # those pictures that pending tokens may touch
         self.reused = self.computed = self.recomputed = self.media_tokens = self.made = 0
@@ -118,6 +122,7 @@ class Request:
             self.first_at = self.last_at
         self.made += 1
         self.pending = [token.id]
+        self.emitted.append(token.id)
         self.mailbox.put(token)
 
     def end(self) -> None:
@@ -132,6 +137,8 @@ class Request:
             computed_tokens=self.computed,
             recomputed_tokens=self.recomputed,
             output_tokens=self.taken,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
             media_tokens=self.media_tokens,
             prefill_seconds=(self.first_at or self.ended_at or time.perf_counter()) - self.began,
             decode_seconds=self.last_at - self.first_at,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from m3agent.runtime.request import Request
@@ -11,10 +12,11 @@ CHUNK = 256  # tokens; a prompt is cut at the multiples of this, whatever was ca
 
 @dataclass(frozen=True)
 class Work:
-    """The next `count` pending tokens of one request."""
+    """The next `count` pending tokens of one request, and behind them tokens that it may say next."""
 
     request: Request
     count: int
+    draft: Sequence[int] = ()
 
 
 def plan(active: list[Request], chunk: int = CHUNK) -> list[Work]:

@@ -11,7 +11,8 @@ class Usage:
 
     prompt_tokens: the log when the call began. reused_tokens: those of them that were in the cache, from whichever
     sequence. computed_tokens: prompt tokens that went through the model in this call. recomputed_tokens: those of
-    them that had gone through it before. output_tokens: tokens that were generated, the stop token too. media_tokens:
+    them that had gone through it before. output_tokens: tokens that were generated, the stop token too.
+    drafted_tokens: guesses at them that were checked; accepted_tokens: the guesses that were right. media_tokens:
     prompt tokens computed in this call that stand for pictures and films. prefill_seconds: from the call to the first
     token, or to the end where none came, waiting for other calls included. decode_seconds: from the first token to
     the last. tool_seconds: in which calls of tools ran, in the usage of an agent's run.
@@ -22,6 +23,8 @@ class Usage:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     media_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -57,8 +60,9 @@ class Stats:
     comes with the same tokens; page_tokens: tokens a page. active_requests: calls that generate now. steps: model
     steps so far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those of them that
     had done so before. found_tokens: prompt tokens that another sequence had computed; promoted_tokens: those that
-    came from the host's memory or the disk. output_tokens: tokens generated. evicted_pages: pages that left the
-    device; host_pages: the ones in the host's memory now. preemptions: calls that had to give their pages to others.
+    came from the host's memory or the disk. output_tokens: tokens generated; drafted_tokens: guesses at them that were
+    checked; accepted_tokens: the right ones. evicted_pages: pages that left the device; host_pages: the ones in the
+    host's memory now. preemptions: calls that had to give their pages to others.
     """
 
     total_pages: int
@@ -72,6 +76,8 @@ class Stats:
     found_tokens: int
     promoted_tokens: int
     output_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     evicted_pages: int
     host_pages: int
     preemptions: int
