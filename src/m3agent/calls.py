@@ -110,7 +110,9 @@ class Calls:
     async def _guarded(self, group: TaskGroup, step: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         try:
             await step(*arguments)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # no tool's fault: it ends the run as it is
+        except (anyio.get_cancelled_exc_class(), GeneratorExit):
+            raise
+        except BaseException as error:  # no tool's fault, or beyond what a tool may raise: it ends the run as it is
             self._error = self._error or error
             group.cancel_scope.cancel()
 

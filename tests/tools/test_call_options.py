@@ -118,6 +118,39 @@ async def test_a_tool_that_swallows_cancellation_once_still_ends() -> None:
     assert ignored == [1]
 
 
+@pytest.mark.parametrize("by", ["its limit", "its scope"])
+async def test_the_late_result_of_a_tool_that_swallows_every_cancellation_does_not_count(by: str) -> None:
+    stuck, release = anyio.Event(), anyio.Event()
+    swallowed = 0
+
+    @m3.tool(timeout=0.05 if by == "its limit" else None)
+    async def stubborn() -> str:
+        nonlocal swallowed
+        while not release.is_set():
+            try:
+                stuck.set()
+                await release.wait()
+            except BaseException:
+                swallowed += 1
+                release.set()
+        return "late"
+
+    context = m3.Context("stubborn", "call_1")
+
+    async def cancel() -> None:
+        await stuck.wait()
+        context.scope.cancel()
+
+    reason = r"^timed out after 0\.05 s$" if by == "its limit" else "^cancelled$"
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            if by == "its scope":
+                group.start_soon(cancel)
+            with pytest.raises(m3.ToolError, match=reason):
+                await call_tool({"stubborn": stubborn}, "stubborn", {}, context)
+    assert swallowed == 1
+
+
 # Retries --------------------------------------------------------------------------------------------------------------
 
 
@@ -299,8 +332,6 @@ async def test_odd_exceptions_become_short_texts(error: BaseException, text: str
     async def asynchronous() -> None:
         raise error
 
-    if kind == "async" and isinstance(error, GeneratorExit):
-        pytest.skip("a coroutine that raises it is being closed")
     tool = m3.tool(plain if kind == "plain" else asynchronous)
     with pytest.raises(m3.ToolError) as caught:
         await run(tool)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 import anyio
 import anyio.lowlevel
+from typing_extensions import TypeVar
+
+Deps = TypeVar("Deps", default=Any)
 
 
-class Context:
+class Context(Generic[Deps]):
     """Handed to every parameter that is annotated `m3agent.Context`; the model does not see that parameter.
 
     `tool` is the tool's name and `call_id` the id of the call in the session's messages; `deps` is what the run was
     given, `session` the running session, None outside one. `scope` holds this one call while it runs: cancelled, the
     call alone ends, and the model is told so.
+
+    Annotated `Context[Shop]`, `deps` is a `Shop` for type checkers; when the tool runs, nothing is checked.
     """
 
     scope: anyio.CancelScope
@@ -25,7 +30,7 @@ class Context:
         tool: str,
         call_id: str,
         *,
-        deps: Any = None,
+        deps: Deps = None,
         session: Any = None,
         on_progress: Callable[[Any], None] | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ from m3agent.tools.docs import read_doc
 from m3agent.tools.hand_written import JsonArguments, JsonSignature
 from m3agent.tools.options import ToolOptions, check_options
 from m3agent.tools.results import check_return
-from m3agent.tools.signature import MISSING, Signature, read_signature
+from m3agent.tools.signature import MISSING, Signature, as_partial, body_of, bound_names, read_signature
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,11 +105,16 @@ def tool(
     *,
     name: str | None = None,
     description: str | None = None,
+    schema: Mapping[str, Any] | None = None,
     **options: Unpack[ToolOptions],
 ) -> Tool[P, R]: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, **options: Unpack[ToolOptions]
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Mapping[str, Any] | None = None,
+    **options: Unpack[ToolOptions],
 ) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -117,6 +122,7 @@ def tool(
     *,
     name: str | None = None,
     description: str | None = None,
+    schema: Mapping[str, Any] | None = None,
     **options: Unpack[ToolOptions],
 ) -> Any:
     """Make a tool from a typed function, synchronous (run in a thread) or asynchronous: `@tool` or `@tool(name=…)`.
@@ -127,19 +133,24 @@ def tool(
     `m3agent.Image`, `m3agent.Video`, a Pillow image, or a list of these; `m3agent.ToolError` tells the model why a
     call failed. What a generator yields, plain or async, is progress while it runs, and its last value the result.
 
+    Of a `functools.partial` the model sees the parameters that are not bound.
+
+    schema: a JSON schema written by hand, instead of one from the annotations; see `Tool.from_schema`.
     options: see `ToolOptions`: approval, a time limit, retries.
 
     Raises ToolDefinitionError, which names the tool and the parameter. Warns (UserWarning) when the docstring
     describes a parameter that does not exist, and of what in the schema guided decoding cannot hold to.
     """
     local_names = _names_around_the_tool()
-    if function is not None:
-        return _define(function, name or _name_of(function), description, local_names, options)
 
     def define(function: Callable[..., Any]) -> Tool[..., Any]:
-        return _define(function, name or _name_of(function), description, local_names, options)
+        called = name or _name_of(function)
+        if schema is not None:
+            told = read_doc(_docstring_of(function)).description if description is None else description
+            return Tool.from_schema(called, told, schema, function, **options)
+        return _define(function, called, description, local_names, options)
 
-    return define
+    return define if function is None else define(function)
 
 
 def _names_around_the_tool() -> dict[str, Any]:
@@ -153,7 +164,17 @@ def _names_around_the_tool() -> dict[str, Any]:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
+    if (bound := as_partial(function)) is not None:
+        return _name_of(bound.func)
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _docstring_of(function: Callable[..., Any]) -> str | None:
+    """Its own, or that of the function behind a partial, or the class of an object that can be called."""
+    if (bound := as_partial(function)) is not None:
+        return vars(bound).get("__doc__") or _docstring_of(bound.func)
+    written = inspect.isroutine(function) or isinstance(function, type)
+    return function.__doc__ if written else type(function).__doc__
 
 
 def _define(
@@ -166,9 +187,9 @@ def _define(
     signature = read_signature(function, name, local_names)
     if signature.returns is not MISSING:
         check_return(name, _result_of(function, signature.returns))
-    doc = read_doc(function.__doc__ if inspect.isroutine(function) else type(function).__doc__)
+    doc = read_doc(_docstring_of(function))
     descriptions = {documented.lstrip("*"): text for documented, text in doc.parameters.items()}
-    known = {parameter.name for parameter in signature.parameters}
+    known = {parameter.name for parameter in signature.parameters} | bound_names(function)
     for unknown in descriptions.keys() - known:
         warnings.warn(f"tool {name!r}: its docstring describes {unknown!r}, which is no parameter", stacklevel=3)
     shown = [parameter for parameter in signature.parameters if not parameter.injected]
@@ -187,7 +208,7 @@ def _define(
 
 def _result_of(function: Callable[..., Any], returns: Any) -> Any:
     """The type of the result, which is what a generator yields."""
-    plain = inspect.unwrap(function)
+    plain = body_of(function)
     if not (inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)):
         return returns
     return next(iter(get_args(returns)), Any)

@@ -1,9 +1,11 @@
-"""One call of a tool: whatever happens inside becomes a short answer for the model, except a cancellation."""
+"""One call of a tool: whatever happens inside becomes a short answer for the model, but for cancellation and Ctrl-C."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing, closing
@@ -17,6 +19,7 @@ from m3agent.tools.arguments import clip
 from m3agent.tools.context import Context
 from m3agent.tools.define import Tool
 from m3agent.tools.results import ResultPart, result_parts
+from m3agent.tools.signature import body_of
 
 GRACE = 5.0  # seconds that a cancelled synchronous tool has to return
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before another try; doubled each time
@@ -31,32 +34,55 @@ async def call_tool(
 
     When cancelled, or when its time is over, `context.cancelled` is set; an asynchronous tool has finished its
     `finally` blocks before this returns, a synchronous one is waited for up to `GRACE` seconds, then
-    `context.abandoned` is set and its thread goes on. An asynchronous tool that shields itself is waited for.
+    `context.abandoned` is set and its thread goes on. An asynchronous tool that shields itself, or swallows every
+    cancellation, is waited for, and what it returns after its time does not count.
+
+    KeyboardInterrupt, and exceptions of the program's own that are no `Exception`, are raised as they are.
     """
     tool = tools.get(name)
     if tool is None:
         raise ToolError(f"There is no tool {clip(name, 100)!r}. Tools: {', '.join(tools) or 'none'}.")
     args, kwargs = tool.bind(arguments, context)
-    with anyio.CancelScope() as context.scope, anyio.move_on_after(tool.timeout) as limit:
-        return await _run(tool, args, kwargs, context)
-    if not limit.cancelled_caught:
-        raise ToolError("cancelled")
-    left = f"; it did not stop within {GRACE:.0f} s and was left running" if context.abandoned else ""
-    raise ToolError(f"timed out after {tool.timeout:g} s{left}")
-
-
-async def _run(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> list[ResultPart]:
+    parts: list[ResultPart] = []
     try:
-        return result_parts(await _attempts(tool, args, kwargs, context))
+        with anyio.CancelScope() as context.scope, anyio.move_on_after(tool.timeout) as limit:
+            parts = await _run(tool, args, kwargs, context)
     except ToolError as error:
         raise ToolError(clip(str(error))) from error
     except (Exception, SystemExit) as error:  # a tool made of a script's main function must not end the program
         # The model can often go on; the traceback is for whoever listens to this logger.
         _log.info("tool %s failed", tool.name, exc_info=error)
         raise ToolError(clip(_reason(error))) from error
-    except anyio.get_cancelled_exc_class():
+    if context.scope.cancel_called:
+        raise ToolError("cancelled")
+    if limit.cancel_called:
+        left = f"; it did not stop within {GRACE:.0f} s and was left running" if context.abandoned else ""
+        raise ToolError(f"timed out after {tool.timeout:g} s{left}")
+    return parts
+
+
+async def _run(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> list[ResultPart]:
+    try:
+        return result_parts(await _attempts(tool, args, kwargs, context))
+    except (anyio.get_cancelled_exc_class(), asyncio.CancelledError) as error:
+        if not _is_cancelled():
+            # Of something inside that was cancelled, and waited for; nobody cancelled the call.
+            raise RuntimeError(f"the tool raised {type(error).__name__}") from error
         context.cancel()
         raise
+    except GeneratorExit as error:
+        raise RuntimeError("the tool raised GeneratorExit") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether the task in which this runs is being cancelled, by a cancel scope or by asyncio itself."""
+    if anyio.current_effective_deadline() == -math.inf:
+        return True
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # trio
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 async def _attempts(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> Any:
@@ -70,17 +96,20 @@ async def _attempts(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any
 
 
 async def _once(tool: Tool[..., Any], args: list[Any], kwargs: dict[str, Any], context: Context) -> Any:
-    function = inspect.unwrap(tool.function)
-    if inspect.iscoroutinefunction(function):
-        return await tool.function(*args, **kwargs)
-    if inspect.isasyncgenfunction(function):
-        return await _last_of(tool.function(*args, **kwargs), context)
-    if inspect.isgeneratorfunction(function):
-        return await in_thread(lambda: _last(tool.function(*args, **kwargs), context), context)
-    value = await in_thread(lambda: tool.function(*args, **kwargs), context)
-    if inspect.isawaitable(value):  # a plain function that hands back a coroutine
-        return await value
-    return value
+    # What a decorator wraps does not count: one that makes an asynchronous function synchronous needs a thread.
+    function = body_of(tool.function, unwrap=False)
+
+    def call() -> Any:
+        value = tool.function(*args, **kwargs)
+        return _last(value, context) if inspect.isgenerator(value) else value
+
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        value: Any = tool.function(*args, **kwargs)
+    else:
+        value = await in_thread(call, context)
+    if inspect.isasyncgen(value):
+        return await _last_of(cast("AsyncGenerator[Any]", value), context)
+    return await value if inspect.isawaitable(value) else value
 
 
 async def _last_of(values: AsyncGenerator[Any], context: Context) -> Any:
@@ -122,7 +151,7 @@ async def in_thread(function: Callable[[], Any], context: Context) -> Any:
         try:
             # Set before the thread came to run: the wait below is already over, so nothing may start any more.
             return (None if context.cancelled else function(),)
-        except (StopIteration, GeneratorExit) as error:  # they would end the one who waits
+        except (StopIteration, GeneratorExit, asyncio.CancelledError) as error:  # they would end the one who waits
             raise RuntimeError(f"the tool raised {type(error).__name__}") from error
         finally:
             finished.set()

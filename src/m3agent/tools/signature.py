@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from m3agent.errors import ToolDefinitionError
 from m3agent.tools.context import Context
@@ -53,21 +54,61 @@ class Signature:
         return args, kwargs
 
 
+def body_of(function: Callable[..., Any], *, unwrap: bool = True) -> Callable[..., Any]:
+    """The function that is written out: behind partials, objects that can be called, classes and, with `unwrap`,
+    decorators that follow `functools.wraps`.
+    """
+    while True:
+        if (bound := as_partial(function)) is not None:
+            function = bound.func
+        elif unwrap and hasattr(function, "__wrapped__"):
+            function = inspect.unwrap(function)
+        elif isinstance(function, type):
+            return function.__init__
+        elif inspect.isroutine(function):
+            return function
+        else:
+            function = type(function).__call__
+
+
+def as_partial(function: Callable[..., Any]) -> partial[Any] | None:
+    return cast("partial[Any]", function) if isinstance(function, partial) else None
+
+
+def bound_names(function: Callable[..., Any]) -> set[str]:
+    """Parameters whose values a partial holds."""
+    bound = as_partial(function)
+    if bound is None:
+        return set()
+    return set(inspect.signature(bound.func).parameters) - {parameter.name for parameter in _free(bound)}
+
+
+def _free(function: partial[Any]) -> list[inspect.Parameter]:
+    """The parameters of a partial that have no value yet. By keyword bound ones could still be given another; they are
+    the program's, not the model's.
+    """
+    # Of a new one: `functools.update_wrapper` would make it look as if nothing were bound.
+    signature = inspect.signature(partial(function.func, *function.args, **function.keywords))
+    return [parameter for name, parameter in signature.parameters.items() if name not in function.keywords]
+
+
 def read_signature(function: Callable[..., Any], tool: str, local_names: Mapping[str, Any]) -> Signature:
     """Read `function`. `local_names` are looked up too, for annotations that name something in an enclosing function.
 
     Raises ToolDefinitionError for annotations that cannot be resolved, for `**kwargs`, and for a method without its
     object.
     """
+    bound = as_partial(function)
     try:
-        signature = inspect.signature(function)
+        found = list(inspect.signature(function).parameters.values()) if bound is None else _free(bound)
     except (TypeError, ValueError) as error:
         raise ToolDefinitionError(f"tool {tool!r}: its signature cannot be read ({error}); wrap it in a def") from error
     hints = _hints(function, tool, local_names)
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    kinds = [parameter.kind for parameter in found]
     by_position = inspect.Parameter.VAR_POSITIONAL in kinds
     parameters: list[Parameter] = []
-    for position, (name, parameter) in enumerate(signature.parameters.items()):
+    for position, parameter in enumerate(found):
+        name = parameter.name
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             raise ToolDefinitionError(
                 f"tool {tool!r}, parameter '**{name}': the model has to be told every name; "
@@ -92,11 +133,8 @@ def read_signature(function: Callable[..., Any], tool: str, local_names: Mapping
 
 
 def _hints(function: Callable[..., Any], tool: str, local_names: Mapping[str, Any]) -> dict[str, Any]:
-    plain = inspect.unwrap(function)
-    if not inspect.isroutine(plain):
-        plain = type(plain).__call__  # an object that can be called
     try:
-        return get_type_hints(plain, localns=dict(local_names), include_extras=True)
+        return get_type_hints(body_of(function), localns=dict(local_names), include_extras=True)
     except Exception as error:
         raise ToolDefinitionError(
             f"tool {tool!r}: an annotation cannot be resolved ({error}); import the name where the function is defined"
@@ -113,7 +151,7 @@ def _is_loose_method(function: Callable[..., Any]) -> bool:
 def _wants_context(hint: Any) -> bool:
     if get_origin(hint) in (Annotated, Union, UnionType):
         return any(_wants_context(part) for part in get_args(hint))
-    return hint is Context
+    return hint is Context or get_origin(hint) is Context
 
 
 def type_name(hint: Any) -> str:
