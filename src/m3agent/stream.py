@@ -95,12 +95,12 @@ class RunStream(Generic[Out]):
             try:
                 await step(self._loop)
             except BaseException as error:
+                cancelled = isinstance(error, anyio.get_cancelled_exc_class())
                 try:
-                    late = isinstance(error, anyio.get_cancelled_exc_class()) and anyio.current_time() >= deadline
-                    if late and not running.closed:
+                    if cancelled and anyio.current_time() >= deadline and not running.closed:
                         await self._loop.out_of_time()
                 finally:
-                    await _close(self._loop)
+                    await _close(self._loop, None if cancelled else error)
                 raise
             finally:
                 self._running = None
@@ -119,10 +119,10 @@ class _Running:
     closed: bool = False
 
 
-async def _close(loop: TurnLoop) -> None:
+async def _close(loop: TurnLoop, error: BaseException | None = None) -> None:
     if loop.step is not None:
         loop.step = None
         try:
             await loop.halt()
         finally:
-            loop.stop()
+            loop.stop(error)

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of runs, model turns and tool calls, by the GenAI semantic conventions.
 
-Nothing is imported here: a program that wants spans has imported and set up OpenTelemetry itself, and where it has not,
+OpenTelemetry is not imported here: a program that wants spans has imported and set it up itself, and where it has not,
 every function returns at once. Parents are passed on explicitly, so that a stream may be read and closed by different
 tasks; only a tool's own task, in which nothing else runs, has its span as the current one.
 """
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import anyio
 
 if TYPE_CHECKING:
     from m3agent.content import Message, ToolCall, ToolResult
@@ -27,6 +29,7 @@ TOOL, CALL_ID, TOOL_TYPE = "gen_ai.tool.name", "gen_ai.tool.call.id", "gen_ai.to
 ARGUMENTS, RESULT = "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"
 OUTPUT_MESSAGES = "gen_ai.output.messages"
 ERROR = "error.type"
+CANCELLED, TIMEOUT = "cancelled", "timeout"  # values of it, beside names of exceptions
 
 Span = Any
 """A span of OpenTelemetry, or None where nobody looks."""
@@ -40,6 +43,11 @@ def _api() -> Any:
     return api
 
 
+def failure_of(error: BaseException | None) -> str:
+    """`error.type` of what ended with this exception; None for a cancellation, whose class is the event loop's."""
+    return CANCELLED if error is None or isinstance(error, GeneratorExit) else type(error).__name__
+
+
 def start_run(model: str) -> Span:
     """The span of a run, a child of what is current now."""
     api = _api()
@@ -49,12 +57,12 @@ def start_run(model: str) -> Span:
     return api.get_tracer("m3agent").start_span("invoke_agent", attributes=attributes)
 
 
-def end_run(span: Span, usage: Usage, stop: str | None) -> None:
-    """stop: why it ended; None for a run that was cancelled or failed."""
+def end_run(span: Span, usage: Usage, stop: str | None, failure: str = CANCELLED) -> None:
+    """stop: why it ended; None for a run that was cancelled or failed, which `failure` says."""
     if span is not None:
         _use(span, usage)
         if stop is None:
-            _failed(span, "cancelled")
+            _failed(span, failure)
         else:
             span.set_attribute(FINISH, [stop])
         span.end()
@@ -71,11 +79,15 @@ def start_turn(run: Span, model: str, sampling: Sampling) -> Span:
     return _child(run, f"chat {model}", attributes)
 
 
-def end_turn(span: Span, usage: Usage, finish: str | None, message: Message, content: bool) -> None:
-    """finish: as the runtime says it; None for a turn that was left."""
+def end_turn(span: Span, usage: Usage, finish: str | None, message: Message, content: bool, failure: str) -> None:
+    """finish: as the runtime says it; None for a turn that was left, of which `failure` says why."""
     if span is not None:
         _use(span, usage)
-        span.set_attribute(FINISH, ["tool_calls" if message.calls else finish or "cancelled"])
+        if finish is None:
+            _failed(span, failure)
+            span.set_attribute(FINISH, [failure if failure in (CANCELLED, TIMEOUT) else "error"])
+        else:
+            span.set_attribute(FINISH, ["tool_calls" if message.calls else finish])
         if content:
             parts: list[dict[str, Any]] = [{"type": "text", "content": message.text}] if message.text else []
             parts += [
@@ -115,7 +127,7 @@ def tool(run: Span, call: ToolCall, content: bool) -> Generator[ToolSpan]:
         with api.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             yield ToolSpan(span, content)
     except BaseException as error:
-        _failed(span, type(error).__name__)
+        _failed(span, failure_of(None if isinstance(error, anyio.get_cancelled_exc_class()) else error))
         raise
     finally:
         span.end()

@@ -47,16 +47,16 @@ class OpenTurn:
         """Why the model stopped: "stop", or "length" where a limit did it; None where it did not."""
         return None if self._tokens is None else self._tokens.finish
 
-    def end(self, trace_content: bool) -> tuple[list[Event], Message, Usage]:
+    def end(self, trace_content: bool, failure: str) -> tuple[list[Event], Message, Usage]:
         """The last events, and the message, which is in the history now. Waits for nothing; a token stream that was not
-        halted ends itself.
+        halted ends itself. failure: for its span, why the model did not stop by itself, if it did not.
         """
         from m3agent.runtime.usage import Usage  # imports torch, so not before a runtime is open
 
         events, message = self._reader.finish(), self._reader.message()
         self._history.end_turn(message)
         usage = Usage() if self._tokens is None else self._tokens.usage
-        tracing.end_turn(self._span, usage, self.finish, message, trace_content)
+        tracing.end_turn(self._span, usage, self.finish, message, trace_content, failure)
         return events, message, usage
 
 

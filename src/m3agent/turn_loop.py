@@ -75,21 +75,25 @@ class TurnLoop:
             with anyio.CancelScope(shield=True):
                 await self._turn.halt()
 
-    def stop(self) -> None:
-        """Leave the session so that it can go on. Waits for nothing; a dropped token stream ends itself."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Leave the session so that it can go on. Waits for nothing; a dropped token stream ends itself.
+
+        error: what ended the run; None for a cancellation.
+        """
         if not self._holds:
             return
+        failure = tracing.failure_of(error)
         if self._turn is not None:
-            self._end_turn()
+            self._end_turn(failure)
         self._drop_calls(CANCELLED)
-        tracing.end_run(self._span, self._usage, None)
+        tracing.end_run(self._span, self._usage, None, failure)
         self._release()
 
     async def out_of_time(self) -> None:
         """End the run as one that has reached its time limit."""
         await self.halt()
         if self._turn is not None:
-            self.events.append(self._end_turn())
+            self.events.append(self._end_turn(tracing.TIMEOUT))
         self._drop_calls(OUT_OF_TIME)
         self._end("seconds")
 
@@ -210,11 +214,11 @@ class TurnLoop:
 
     # Their parts -----------------------------------------------------------------------------------------------
 
-    def _end_turn(self) -> TurnFinished:
-        """What was generated becomes the turn's message, whole or not."""
+    def _end_turn(self, failure: str = tracing.CANCELLED) -> TurnFinished:
+        """What was generated becomes the turn's message, whole or not; `failure` says why not, for its span."""
         assert self._turn is not None
         turn, self._turn = self._turn, None
-        events, message, usage = turn.end(self._run.setup.trace_content)
+        events, message, usage = turn.end(self._run.setup.trace_content, failure)
         self.events.extend(events)
         self._turns += 1
         self._spend(usage)

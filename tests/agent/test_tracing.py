@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -50,6 +51,18 @@ def agent(runtime: ScriptedRuntime, *tools: m3.Tool[..., object], **options: obj
 
 def parent(span: ReadableSpan, found: list[ReadableSpan]) -> str | None:
     return next((other.name for other in found if span.parent and other.context.span_id == span.parent.span_id), None)
+
+
+def failures(spans: InMemorySpanExporter) -> list[tuple[str, Any]]:
+    """The spans in the order of their ends, each with its `error.type`."""
+    found = spans.get_finished_spans()
+    for span in found:
+        assert span.status.is_ok == ("error.type" not in (span.attributes or {})), span.name
+    return [(span.name, (span.attributes or {}).get("error.type")) for span in found]
+
+
+def finish(span: ReadableSpan) -> Any:
+    return (span.attributes or {}).get(names.GEN_AI_RESPONSE_FINISH_REASONS)
 
 
 async def test_a_run_its_turns_and_its_calls(runtime: ScriptedRuntime, spans: InMemorySpanExporter) -> None:
@@ -100,30 +113,96 @@ async def test_content_is_there_when_it_is_asked_for(runtime: ScriptedRuntime, s
 async def test_runs_that_are_cancelled_dropped_or_closed_elsewhere_end_their_spans(
     runtime: ScriptedRuntime, spans: InMemorySpanExporter
 ) -> None:
+    waiting = anyio.Event()
+
     @m3.tool
     async def wait() -> None:
-        await anyio.sleep(600)
+        waiting.set()
+        await anyio.sleep_forever()
 
     runtime.says(block(call("wait")), "a long answer", "another", "fine")
-    with anyio.move_on_after(0.1):
-        await agent(runtime, wait).run("x")
-    names_of = [(span.name, span.status.is_ok) for span in spans.get_finished_spans()]
-    assert ("execute_tool wait", False) in names_of
-    assert names_of[-1] == ("invoke_agent", False)
+    async with anyio.create_task_group() as group:
+        group.start_soon(agent(runtime, wait).run, "x")
+        await waiting.wait()
+        group.cancel_scope.cancel()
+    assert failures(spans) == [
+        ("chat scripted", None), ("execute_tool wait", "cancelled"), ("invoke_agent", "cancelled"),
+    ]  # fmt: skip
 
     spans.clear()
     stream = agent(runtime).session().stream("x")
     await anext(stream)
     async with anyio.create_task_group() as group:  # read here, closed there
         group.start_soon(stream.aclose)
-    assert [span.name for span in spans.get_finished_spans()] == ["chat scripted", "invoke_agent"]
+    assert failures(spans) == [("chat scripted", "cancelled"), ("invoke_agent", "cancelled")]
 
     spans.clear()
     stream = agent(runtime).session().stream("x")
     await anext(stream)
     del stream
-    assert [span.name for span in spans.get_finished_spans()] == ["chat scripted", "invoke_agent"]
+    assert failures(spans) == [("chat scripted", "cancelled"), ("invoke_agent", "cancelled")]
     assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+class Broken(Exception):
+    pass
+
+
+def raises(*arguments: object) -> None:
+    raise Broken("for a reason")
+
+
+async def test_what_ends_a_turn_is_in_its_span_and_its_runs(
+    runtime: ScriptedRuntime, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = runtime.fuse.point
+
+    async def point() -> None:
+        await real()
+        if runtime.fuse.count == 5:
+            raise m3.NumericalError("logits are not finite")
+
+    monkeypatch.setattr(runtime.fuse, "point", point)
+    with pytest.raises(m3.NumericalError):
+        await agent(runtime.says("one two")).run("x")
+    assert failures(spans) == [("chat scripted", "NumericalError"), ("invoke_agent", "NumericalError")]
+    assert [finish(span) for span in spans.get_finished_spans()] == [("error",), None]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "on_event", "found"),
+    [
+        ({"before_model": raises}, None, []),
+        ({"after_model": raises}, None, [("chat scripted", None)]),
+        ({"before_tool": raises}, None, [("chat scripted", None), ("execute_tool stock", "Broken")]),
+        ({"after_tool": raises}, None, [("chat scripted", None), ("execute_tool stock", "Broken")]),
+        ({}, raises, [("chat scripted", "Broken")]),
+    ],
+    ids=["before_model", "after_model", "before_tool", "after_tool", "on_event"],
+)
+async def test_hooks_that_fail_are_no_cancellation(
+    runtime: ScriptedRuntime, spans: InMemorySpanExporter, hooks: Any, on_event: Any, found: list[Any]
+) -> None:
+    runtime.says(block(call("stock", sku="A")), "Three.")
+    with pytest.raises(Broken):
+        await agent(runtime, stock, hooks=m3.Hooks(**hooks)).run("x", on_event=on_event)
+    told = [pair for pair in failures(spans) if pair[0] != "query"]
+    assert told == [*found, ("invoke_agent", "Broken")]
+
+
+async def test_a_turn_that_a_time_limit_cuts(runtime: ScriptedRuntime, spans: InMemorySpanExporter) -> None:
+    real = runtime.fuse.point
+
+    async def point() -> None:
+        await real()
+        if runtime.fuse.count > 5:
+            await anyio.sleep_forever()
+
+    runtime.fuse.point = point  # pyright: ignore
+    reply = await agent(runtime.says("one two")).run("x", max_seconds=0.2)
+    assert reply.stop == "seconds"
+    assert failures(spans) == [("chat scripted", "timeout"), ("invoke_agent", None)]
+    assert [finish(span) for span in spans.get_finished_spans()] == [("timeout",), ("seconds",)]
 
 
 async def test_nobody_looks(runtime: ScriptedRuntime) -> None:
