@@ -34,6 +34,8 @@ class TokenStream(Protocol):
 class Sequence(Protocol):
     """See `m3agent.runtime.Sequence`."""
 
+    priority: int
+
     @property
     def tokens(self) -> list[int]: ...
     @property

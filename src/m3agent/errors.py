@@ -79,6 +79,10 @@ class RuntimeClosed(M3Error):
     """The runtime, or the session, was closed before or during the call."""
 
 
+class Overloaded(M3Error):
+    """The runtime has as many calls running and waiting as it was opened for. Try again later, or elsewhere."""
+
+
 class SessionBusy(M3Error):
     """Two runs on one session at the same time. Fork the session, or wait for the first run."""
 

@@ -133,8 +133,9 @@ class History:
             return guides.turn(definitions, self.thinking, answer)
         return await anyio.to_thread.run_sync(guides.turn, definitions, self.thinking, answer)
 
-    def generate(self, sampling: Sampling, guide: Guide | None = None) -> TokenStream:
+    def generate(self, sampling: Sampling, guide: Guide | None = None, priority: int = 0) -> TokenStream:
         assert self.log is not None
+        self.log.sequence.priority = priority
         return self.log.sequence.generate(sampling, guide)
 
     def end_turn(self, message: Message) -> None:

@@ -23,6 +23,7 @@ class RunOptions(TypedDict, total=False):
     max_tokens: the limit on generated tokens over all turns.
     max_seconds: the limit on the time of the whole run, calls of tools and slow readers included.
     max_cost: the limit on what the run costs, by the agent's `price`.
+    priority: whose prompts are computed first when several sessions run; 0 where none is given, a higher one first.
     sampling: how the next token is chosen.
     deps: anything; tools find it in `Context.deps`.
     approve: decides about calls of tools that need approval: a callback, `approve(call)` or `approve(call, context)`,
@@ -36,6 +37,7 @@ class RunOptions(TypedDict, total=False):
     max_tokens: int | None
     max_seconds: float | None
     max_cost: float | None
+    priority: int | None
     sampling: Sampling | None
     deps: Any
     approve: Approve | Mapping[str, Decision] | None

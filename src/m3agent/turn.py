@@ -26,8 +26,8 @@ class OpenTurn:
         self._tokens: TokenStream | None = None
         self._span: tracing.Span = None
 
-    async def generate(self, sampling: Sampling, guide: Guide | None, run: tracing.Span) -> None:
-        tokens = self._history.generate(sampling, guide)
+    async def generate(self, sampling: Sampling, guide: Guide | None, priority: int, run: tracing.Span) -> None:
+        tokens = self._history.generate(sampling, guide, priority)
         self._span = tracing.start_turn(run, self._history.runtime.name, tokens.sampling)
         self._tokens = await self._exit.enter_async_context(tokens)
 

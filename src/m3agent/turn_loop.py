@@ -144,7 +144,8 @@ class TurnLoop:
         guide = None
         if self._run.setup.guided:
             guide = await self._history.guide(None if self._run.output is None else self._run.output.schema)
-        await self._turn.generate(replace(self._sampling, max_tokens=most), guide, self._span)
+        priority = self._run.options.get("priority") or 0
+        await self._turn.generate(replace(self._sampling, max_tokens=most), guide, priority, self._span)
         self.step = TurnLoop._read_token
 
     async def _read_token(self) -> None:

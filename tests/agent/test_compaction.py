@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import m3agent as m3
-from m3agent.runtime import engine
+from m3agent.runtime import steps
 from tests.agent.double import ScriptedRuntime, block, call, check_log, make_tokenizer, read_log
 from tests.agent.test_real import say
 from tests.runtime.tiny import CONFIG, write_checkpoint
@@ -148,7 +148,7 @@ async def test_pages_and_pictures_on_the_real_runtime(tmp_path: Path, monkeypatc
     config = replace(CONFIG, text=replace(CONFIG.text, max_position_embeddings=16384))
     write_checkpoint(tmp_path, config)
     tokens: deque[int] = deque()
-    monkeypatch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
+    monkeypatch.setattr(steps, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
     async with m3.Runtime.open(tmp_path, cache_tokens=32768) as runtime:
         agent = m3.Agent(runtime, thinking="disabled")
         say(tokens, runtime, "One.", "Two.", "Two.")

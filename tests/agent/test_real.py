@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import m3agent as m3
-from m3agent.runtime import engine
+from m3agent.runtime import steps
 from tests.agent.double import END, block, call, check_log, ids_of
 from tests.runtime.tiny import CONFIG, write_checkpoint
 
@@ -37,7 +37,7 @@ async def runtime(folder: Path) -> AsyncIterator[m3.Runtime]:
 def script(monkeypatch: pytest.MonkeyPatch, runtime: m3.Runtime) -> deque[int]:
     """The tokens that the model will choose, whatever it computes."""
     tokens: deque[int] = deque()
-    monkeypatch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
+    monkeypatch.setattr(steps, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
     return tokens
 
 
@@ -102,7 +102,7 @@ async def test_a_tool_with_too_much_to_say_does_not_end_the_session(folder: Path
 
     tokens: deque[int] = deque()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
+        patch.setattr(steps, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
         async with m3.Runtime.open(folder, cache_tokens=cache_tokens) as runtime:
             session = m3.Agent(runtime, tools=[read]).session()
             say(tokens, runtime, block(call("read")), "It is long.", "Fine.")
@@ -160,17 +160,17 @@ async def test_whatever_a_random_model_says_the_session_stays_valid(runtime: m3.
 
 async def test_cancel_in_mid_generation_keeps_what_was_generated(runtime: m3.Runtime, script: deque[int]) -> None:
     session = m3.Agent(runtime, tools=[render]).session()
-    for steps in range(12):
+    for taken in range(12):
         say(script, runtime, "a long, long answer" * 3)
         with anyio.CancelScope() as scope:
             async with session.stream("x") as events:
                 count = 0
                 async for _ in events:
                     count += 1
-                    if count > steps:
+                    if count > taken:
                         scope.cancel()
         said = session.messages[-1].text
-        assert len(said) == steps + 1
+        assert len(said) == taken + 1
         script.clear()
     say(script, runtime, "Still here.")
     reply = await session.run("And now?")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import m3agent as m3
-from m3agent.runtime import engine
+from m3agent.runtime import steps
 from tests.agent.double import ScriptedRuntime, block, call, check_log, read_log
 from tests.agent.going_on import agent, check_goes_on, check_restores
 from tests.agent.test_real import say
@@ -177,7 +177,7 @@ async def test_pages_on_the_real_runtime(tmp_path: Path, monkeypatch: pytest.Mon
     """Nothing that stays is computed again, a picture included, and the pages of what goes are given back."""
     write_checkpoint(tmp_path, replace(CONFIG, text=replace(CONFIG.text, max_position_embeddings=8192)))
     tokens: deque[int] = deque()
-    monkeypatch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
+    monkeypatch.setattr(steps, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
     picture = m3.Image(np.arange(56 * 56 * 3, dtype=np.uint8).reshape(56, 56, 3))
     async with m3.Runtime.open(tmp_path, cache_tokens=16384) as runtime:
         async with m3.Agent(runtime, thinking="disabled").session() as session:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import m3agent as m3
-from m3agent.runtime import engine
+from m3agent.runtime import steps
 from tests.agent.double import ScriptedRuntime, block, call, check_log, make_tokenizer
 from tests.agent.test_real import say
 from tests.runtime.tiny import CONFIG, write_checkpoint
@@ -123,7 +123,7 @@ async def test_pages_go_back_and_a_fork_computes_nothing_twice(tmp_path: Path, f
     write_checkpoint(tmp_path, config)
     tokens: deque[int] = deque()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
+        patch.setattr(steps, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
         async with m3.Runtime.open(tmp_path, cache_tokens=32768) as runtime:
             inner = m3.Agent(runtime)
             async with m3.Agent(runtime, tools=[inner.as_tool(name="research", fork=fork)]).session() as session:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,5 +26,13 @@ def model(checkpoint: Path) -> M3Model:
 def opening(checkpoint: Path) -> Callable[..., Opening]:
     def make(cache_tokens: int = 1024) -> Opening:
         return Runtime.open(checkpoint, cache_tokens=cache_tokens)
+
+    return make
+
+
+@pytest.fixture
+def opening_with(checkpoint: Path) -> Callable[..., Opening]:
+    def make(**options: Any) -> Opening:
+        return Runtime.open(checkpoint, **{"cache_tokens": 1024, **options})
 
     return make

@@ -43,30 +43,44 @@ class Gate:
 
 async def test_a_long_prompt_does_not_stall_decodes_and_prompts_take_turns(opening: Open) -> None:
     async with opening(8192) as runtime:
-        gate = Gate()
-        watch(runtime, gate)
+        steps: list[list[tuple[int, int]]] = []
+        watch(runtime, lambda spans: steps.append([(span.start, len(span.ids)) for span in spans]))
+        runtime.engine._steps.speculates = False
         short, first, second = runtime.sequence(), runtime.sequence(), runtime.sequence()
         short.append(prompt(3))
         first.append(prompt(2 * CHUNK + 10))
+        second.append(prompt(2 * CHUNK + 20))
+        async with short.generate(sampled(2000)) as stream:
+            for _ in range(5):
+                await anext(stream)
+            async with anyio.create_task_group() as group:
+                for sequence in (first, second):
+                    group.start_soon(generated, sequence, sampled(1))
+        mixed = [step for step in steps if len(step) > 1 and step[0][0] >= 4]
+        assert len(mixed) > 10
+        assert all(step[0][1] == 1 for step in mixed)  # the decode is in every one of them
+        assert all(sum(tokens for _, tokens in step[1:]) <= CHUNK for step in mixed)
+        places = [[start for start, _ in step[1:]] for step in mixed]
+        ahead = {start for starts in places[:10] for start in starts}
+        assert len(ahead) > 2  # neither of the two waits for the other one's end
+        assert runtime.stats().recomputed_tokens == 0
+
+
+async def test_alone_prompts_are_cut_at_the_chunk_and_take_turns(opening: Open) -> None:
+    async with opening(8192) as runtime:
+        gate = Gate()
+        watch(runtime, gate)
+        first, second = runtime.sequence(), runtime.sequence()
+        first.append(prompt(2 * CHUNK + 10))
         second.append(prompt(CHUNK + 20))
-        async with anyio.create_task_group() as group:
-            group.start_soon(generated, short, sampled(6))
-            await gate.reached()
-            async with first.generate(sampled(1)), second.generate(sampled(1)):
-                for _ in range(5):
-                    gate.open.release()
-                    await gate.reached()
-                group.cancel_scope.cancel()
-                for _ in range(9):
-                    gate.open.release()
-        assert gate.steps[:6] == [
-            [(0, 3)],
-            [(3, 1), (0, CHUNK)],
-            [(4, 1), (0, CHUNK)],
-            [(5, 1), (CHUNK, CHUNK)],
-            [(6, 1), (CHUNK, 20), (2 * CHUNK, 10)],
-            [(7, 1)],
-        ]
+        async with first.generate(sampled(1)), second.generate(sampled(1)):
+            for _ in range(4):
+                await gate.reached()
+                gate.open.release()
+            gate.open.release(9)
+        assert gate.steps[0] == [(0, CHUNK)]
+        assert sorted(gate.steps[1:3]) == [[(0, CHUNK)], [(CHUNK, CHUNK)]]
+        assert sorted(gate.steps[3]) == [(CHUNK, 20), (2 * CHUNK, 10)]
 
 
 async def test_a_later_prompt_is_cut_at_the_same_positions(opening: Open) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import m3agent as m3
-from m3agent.runtime import engine
+from m3agent.runtime import steps
 from m3agent.testing import ReplayMismatch, record, replay
 from tests.agent.double import block, call
 from tests.agent.test_real import say
@@ -46,7 +46,7 @@ async def test_a_run_with_compaction_and_rewinding(tmp_path: Path, monkeypatch: 
     write_checkpoint(tmp_path, replace(CONFIG, text=replace(CONFIG.text, max_position_embeddings=16384)))
     tokens: deque[int] = deque()
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
+        patched.setattr(steps, "choose", lambda logits, sampling, source, allowed: (tokens.popleft(), 0.0))
         async with m3.Runtime.open(tmp_path, cache_tokens=32768) as opened:
             async with record(opened, tmp_path / "run.json", model=tmp_path) as runtime:
                 said = (block(call("look", letters="2000")), "One. " * 60, "Two.", "SUMMARY", "Three.", "Four.")

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from m3agent.errors import ContextOverflow, RuntimeClosed, SessionBusy
+from m3agent.errors import ContextOverflow, Overloaded, RuntimeClosed, SessionBusy
 from m3agent.model.m3 import M3Model
 from m3agent.model.pages import KVPages
 from m3agent.runtime.cores import Cores
@@ -31,7 +31,16 @@ from m3agent.runtime.usage import Stats
 class Engine:
     """Starts its thread at once. `submit`, `close_table`, `drop`, `stop` and `stats` may be called from any thread."""
 
-    def __init__(self, model: M3Model, pages: KVPages, *, context: int, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self,
+        model: M3Model,
+        pages: KVPages,
+        *,
+        context: int,
+        tiers: Tiers | None = None,
+        max_active: int | None = None,
+        max_waiting: int | None = None,
+    ) -> None:
         self._inbox: SimpleQueue[Request | Fetched | None] = SimpleQueue()
         root = root_key(model.fingerprint, str(model.dtype), pages.block_size)
         self.cache = KVCache(pages, root, self._relax_one, tiers)
@@ -39,12 +48,14 @@ class Engine:
         self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._most = None if max_active is None or max_waiting is None else max_active + max_waiting
         self._busy: dict[int, Request] = {}  # by id of the table
-        self._queues = Queues(self.cache, self._inbox.put)
+        self._queues = Queues(self.cache, self._inbox.put, max_active)
         self._steps = Steps(model, self.cache, self._queues, context, self._end)
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._uses = count(1)
-        self.stopped = False
+        self.stopped = self.closing = False
+        self._idle = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._work, name="m3agent-engine", daemon=True)
         self._thread.start()
         # A daemon thread inside torch while the interpreter goes down can crash it: end it before.
@@ -59,17 +70,20 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Hand a request to the worker, and its table until the request has ended.
 
-        Raises RuntimeClosed when the runtime or the sequence is closed, SessionBusy when the table has a request.
+        Raises RuntimeClosed when the runtime or the sequence is closed, SessionBusy when the table has a request,
+        Overloaded when too many are waiting.
         """
         if os.getpid() != self._process:  # threads do not survive a fork: nobody would ever answer
             raise RuntimeClosed("the runtime was opened before this process was forked; open another one in here")
         with self._lock:
-            if self.stopped:
+            if self.stopped or self.closing:
                 raise RuntimeClosed("the runtime is closed")
             if request.table.closed:
                 raise RuntimeClosed("the sequence is closed")
             if id(request.table) in self._busy:
                 raise SessionBusy("this sequence generates already; fork it, or wait for the first call")
+            if self._most is not None and len(self._busy) >= self._most:
+                raise Overloaded(f"{len(self._busy)} calls run or wait already, as many as the runtime was opened for")
             request.begin()
             request.table.used = next(self._uses)
             self._busy[id(request.table)] = request
@@ -139,6 +153,12 @@ class Engine:
             host_pages=len(tiers.host) if tiers is not None else 0,
         )
 
+    def drain(self, seconds: float | None) -> None:
+        """Take no more requests, and wait until the ones that there are have ended, for so long at most."""
+        with self._idle:
+            self.closing = True
+            self._idle.wait_for(lambda: self.stopped or not self._busy, seconds)
+
     def stop(self) -> None:
         """End the worker after its running step; every request ends with RuntimeClosed. Does not wait.
 
@@ -169,6 +189,7 @@ class Engine:
     def _shut(self, error: RuntimeClosed) -> None:
         with self._lock:
             self.stopped = True
+            self._idle.notify_all()
             left = list(self._busy.values())
         for request in left:
             self._end(request, "error", error)
@@ -195,23 +216,29 @@ class Engine:
         for request in [request for request in self._queues.all if request.cancelled]:
             self._end(request, "cancelled")
         for request in self._queues.resume(self._idle_pages):
-            self._alone(request, partial(self._queues.find, request))
+            self._start(request)
         return not self.stopped
 
     def _admit(self, request: Request) -> None:
         tokens, room = request.prompt, self.cache.pool.total * self.cache.page_tokens
-        self._queues.active.append(request)
+        full = self._queues.full
+        (self._queues.waiting if full else self._queues.active).append(request)
         if tokens > self.context:
             problem = f"the prompt of {tokens} tokens is longer than the model's context of {self.context}"
             self._end(request, "error", ContextOverflow(problem))
         elif tokens > room:
             problem = f"the prompt of {tokens} tokens is larger than the whole KV cache of {room}; raise cache_tokens"
             self._end(request, "error", ContextOverflow(problem))
-        elif not request.pending:
+        elif not full:
+            self._start(request)
+
+    def _start(self, request: Request) -> None:
+        """A request has become active."""
+        if request.pending:
+            self._alone(request, partial(self._queues.find, request))
+        else:
             assert request.logits is not None
             self._steps.sample(request, request.logits)
-        else:
-            self._alone(request, partial(self._queues.find, request))
 
     def _alone(self, request: Request, work: Callable[[], None]) -> None:
         """Do something for one request; when it fails, this request ends and the others go on."""
@@ -243,6 +270,7 @@ class Engine:
         self.cache.settle(request.table)
         with self._lock:
             self._busy.pop(id(request.table), None)
+            self._idle.notify_all()
             request.end()
             if request.table.closed:
                 request.table.release()

@@ -22,24 +22,32 @@ class Fetched:
 
 
 class Queues:
-    """For the worker alone. deliver is called in the tiers' thread and hands what came back to the worker."""
+    """For the worker alone. deliver is called in the tiers' thread and hands what came back to the worker. most:
+    requests that run at a time, None for any number.
+    """
 
-    def __init__(self, cache: KVCache, deliver: Callable[[Fetched], None]) -> None:
+    def __init__(self, cache: KVCache, deliver: Callable[[Fetched], None], most: int | None = None) -> None:
         self.active: list[Request] = []
-        self.waiting: list[Request] = []  # for pages, having been preempted
+        self.waiting: list[Request] = []  # for their turn, or for pages, having been preempted
         self.fetching: list[Request] = []
         self.found = self.promoted = self.preempted = 0  # tokens, tokens, requests
         self._cache = cache
+        self._most = most
         self._deliver = deliver
 
     @property
     def runnable(self) -> bool:
         """Whether there is something to compute."""
-        return bool(self.active or self.waiting)
+        return bool(self.active) or (bool(self.waiting) and not self.full)
 
     @property
     def all(self) -> list[Request]:
         return self.active + self.waiting + self.fetching
+
+    @property
+    def full(self) -> bool:
+        """Whether as many run as may."""
+        return self._most is not None and len(self.active) + len(self.fetching) >= self._most
 
     def remove(self, request: Request) -> None:
         for queue in (self.active, self.waiting, self.fetching):
@@ -86,18 +94,22 @@ class Queues:
                 self._cache.reserve(request.table, end)
                 return True
             except ContextOverflow:
+                queued = [other for other in self.waiting if other.table.pages]
+                if queued:
+                    self._relax(max(queued, key=_turn))
+                    continue
                 if len(self.active) == 1:
                     raise
-                last = max(self.active, key=lambda other: other.table.used)
+                last = max(self.active, key=_turn)
                 self._preempt(last)
                 if last is request:
                     return False
 
     def resume(self, idle_pages: Callable[[], int]) -> list[Request]:
-        """Activate requests that wait for pages, the first ones first, as far as they fit; they have to `find` then."""
+        """Activate requests that wait, the first ones first, as far as they fit; they have to `find` then."""
         resumed: list[Request] = []
-        while self.waiting:
-            request = min(self.waiting, key=lambda other: other.table.used)
+        while self.waiting and not self.full:
+            request = min(self.waiting, key=_turn)
             pool, size = self._cache.pool, self._cache.page_tokens
             needed = len(request.pending) // size + 1 + len(self.active)  # each of the others may want a page, too
             if self.active and needed > pool.free + pool.cached + idle_pages():
@@ -109,13 +121,21 @@ class Queues:
 
     def _preempt(self, request: Request) -> None:
         """Take a request's pages and let it wait; nothing that it made is lost."""
-        self._cache.settle(request.table)
-        request.relax()
+        self._relax(request)
         self.active.remove(request)
         self.waiting.append(request)
         self.preempted += 1
+
+    def _relax(self, request: Request) -> None:
+        self._cache.settle(request.table)
+        request.relax()
 
     def _take_over(self, request: Request, find: Callable[[BlockTable, list[Identity]], int]) -> None:
         found = find(request.table, request.ahead)
         self.found += found
         request.adopted(found)
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """Who comes first, and, the other way round, who gives way."""
+    return -request.priority, request.table.used

@@ -50,6 +50,7 @@ class Request:
     sampling: Sampling
     stop: frozenset[int]
     guide: Guide | None = None
+    priority: int = 0  # a higher one comes first
     logits: Tensor | None = None  # behind the last token, [vocab], where they are known
     mailbox: Mailbox[Token | Ended] = field(default_factory=Mailbox)
     cancelled: bool = False

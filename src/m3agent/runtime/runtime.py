@@ -60,6 +60,8 @@ class Runtime:
         cache_tokens: int | None = None,
         host_cache: int | None = None,
         disk_cache: DiskStore | None = None,
+        max_active: int | None = None,
+        max_waiting: int | None = None,
         name: str = "minimax-m3",
     ) -> None:
         self.name = name
@@ -84,6 +86,8 @@ class Runtime:
             KVPages.allocate(self.config, pages, model.dtype, model.device),
             context=context,
             tiers=_tiers(model.device, host_cache, disk_cache),
+            max_active=max_active,
+            max_waiting=max_waiting,
         )
         weakref.finalize(self, self.engine.stop).atexit = False
 
@@ -97,6 +101,8 @@ class Runtime:
         host_cache: int | None = None,
         disk_cache: str | Path | bool = False,
         disk_limit: int | None = DISK_LIMIT,
+        max_active: int | None = None,
+        max_waiting: int | None = None,
         progress: Progress | None = None,
     ) -> Opening:
         """`async with Runtime.open(…) as runtime:` or `runtime = await Runtime.open(…)`, then `await runtime.close()`.
@@ -108,11 +114,14 @@ class Runtime:
         none on a CPU, where pages are in it anyway. disk_cache: a folder for pages that outlive the process, True for
         the user's cache folder (see `m3agent cache`); any number of runtimes may share it. disk_limit: its bytes, None
         for no limit.
+        max_active: calls that generate at a time, None for any number; more wait for their turn. max_waiting: how many
+        may; beyond, a call raises Overloaded at once. None for any number.
         progress(done, total, tensor name), in bytes, is called in the loading thread.
         Awaiting raises CheckpointError, ConfigError, CacheError, MissingDependency. Being cancelled stops the loading.
         """
         cache = CacheSizes(cache_tokens, host_cache, disk_cache, disk_limit)
-        return Opening(lambda watch: _load(model, device, dtype, cache, watch), progress)
+        crowd = Crowd(max_active, max_waiting)
+        return Opening(lambda watch: _load(model, device, dtype, cache, crowd, watch), progress)
 
     @property
     def vocabulary(self) -> int:
@@ -121,7 +130,7 @@ class Runtime:
 
     @property
     def closed(self) -> bool:
-        return self.engine.stopped
+        return self.engine.stopped or self.engine.closing
 
     def sequence(self) -> Sequence:
         """An empty token log. Raises RuntimeClosed."""
@@ -133,8 +142,14 @@ class Runtime:
         """Pages, requests and sums at this moment."""
         return self.engine.stats()
 
-    async def close(self) -> None:
-        """End the running calls with RuntimeClosed and free the memory. From any task, as often as you like."""
+    async def close(self, drain: float | None = 0) -> None:
+        """End the running calls with RuntimeClosed and free the memory. From any task, as often as you like.
+
+        drain: seconds for which running calls may go on until they end by themselves, None for as long as they take;
+        new ones are refused meanwhile.
+        """
+        if drain is None or drain > 0:
+            await anyio.to_thread.run_sync(self.engine.drain, drain, abandon_on_cancel=True)
         self.engine.stop()
         await anyio.to_thread.run_sync(self.engine.stop_and_wait)
 
@@ -161,6 +176,20 @@ class CacheSizes:
         if self.disk is False:
             return None
         return DiskStore(cache_folder() if self.disk is True else self.disk, self.disk_limit)
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """How many calls `Runtime.open` was told to bear."""
+
+    active: int | None
+    waiting: int | None
+
+    def __post_init__(self) -> None:
+        if self.active is not None and self.active < 1:
+            raise ValueError(f"max_active must be at least 1, not {self.active}")
+        if self.waiting is not None and (self.waiting < 0 or self.active is None):
+            raise ValueError("max_waiting must be 0 or more, and needs max_active beside it")
 
 
 class Opening:
@@ -198,6 +227,7 @@ def _load(
     device: str | torch.device | None,
     dtype: torch.dtype | None,
     cache: CacheSizes,
+    crowd: Crowd,
     progress: Progress,
 ) -> Runtime:
     """Small files first: what is wrong with them is said before the weights are read."""
@@ -214,6 +244,8 @@ def _load(
         cache_tokens=cache.device_tokens,
         host_cache=cache.host,
         disk_cache=disk,
+        max_active=crowd.active,
+        max_waiting=crowd.waiting,
         name="m3-nano" if name is None else str(name),
     )
 

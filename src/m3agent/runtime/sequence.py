@@ -36,6 +36,8 @@ class Sequence:
         self._runtime = runtime
         self._engine = runtime.engine
         self._table = table or self._engine.new_table()
+        self.priority = 0
+        """Of its calls: those with a higher one get their prompts computed, and keep their pages, before others."""
         self._tokens = TokenLog()
         self._runs: list[MediaRun] = []
         self._logits: Tensor | None = None  # behind the last token, where they are known
@@ -93,10 +95,9 @@ class Sequence:
         cancelled, ends it within one step; the log then holds the tokens that were taken from the stream.
         Going on after leaving early, with nothing appended, computes the last token again.
         Raises ValueError for a stop token outside the vocabulary.
-        Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed; iterating raises ContextOverflow when
-        the model's context or the KV cache is full, NumericalError for logits that are not finite,
-        GuideError for a grammar that cannot go on, and whatever else
-        went wrong inside the model.
+        Entering raises ValueError for an empty log, SessionBusy, RuntimeClosed, Overloaded; iterating raises
+        ContextOverflow when the model's context or the KV cache is full, NumericalError for logits that are not finite,
+        GuideError for a grammar that cannot go on, and whatever else went wrong inside the model.
         """
         sampling = sampling or self._runtime.defaults.sampling()
         sampling.check_stop(self._runtime.vocabulary)
@@ -126,6 +127,7 @@ class Sequence:
             raise SessionBusy("the last step of a dropped stream still runs; use its `async with` block, or fork later")
         other = Sequence(self._runtime, self._engine.fork(self._table))
         other._tokens, other._runs, other._logits = self._tokens.fork(), list(self._runs), self._logits
+        other.priority = self.priority
         if tokens is not None and tokens < len(self._tokens):
             other._cut(tokens)
         return other
@@ -171,7 +173,9 @@ class Sequence:
         if not len(self._tokens):
             raise ValueError("the sequence is empty; append a prompt first")
         stop = self._runtime.stop_tokens if sampling.stop is None else sampling.stop
-        request = Request(self._table, self._tokens, list(self._runs), sampling, stop, guide, self._logits)
+        request = Request(
+            self._table, self._tokens, list(self._runs), sampling, stop, guide, self.priority, self._logits
+        )
         self._engine.submit(request)
         self._request = request
         return request

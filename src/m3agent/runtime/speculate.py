@@ -134,9 +134,9 @@ class StepCosts:
             key = sequences, _ceiling(rows)
             self._times[key] = _blend(self._times.get(key), seconds / plain, self.WEIGHT)
 
-    def known(self, sequences: int) -> bool:
-        """Whether a plain step of so many sequences was timed."""
-        return sequences in self._plain
+    def plain(self, sequences: int) -> float | None:
+        """Seconds of a step without drafts; None where there was none of so many sequences."""
+        return self._plain.get(sequences)
 
     def of(self, sequences: int, rows: int) -> float:
         if rows == sequences:
@@ -163,7 +163,7 @@ class Speculation:
         """
         count = len(drafts)
         chosen = [0] * count
-        if not self.costs.known(count) or not any(length for _, length in drafts):
+        if self.costs.plain(count) is None or not any(length for _, length in drafts):
             return chosen
         said, rows = float(count), count
         speed = said

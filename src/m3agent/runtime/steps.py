@@ -18,7 +18,7 @@ from m3agent.runtime.kv import KVCache
 from m3agent.runtime.queues import Queues
 from m3agent.runtime.request import Request, Token
 from m3agent.runtime.sampling import choose
-from m3agent.runtime.scheduler import CHUNK, Work, plan
+from m3agent.runtime.scheduler import CHUNK, GPU_CHUNK, Pace, Work, plan
 from m3agent.runtime.speculate import LENGTHS, Speculation
 
 # end(request, finish, error, logits)
@@ -38,13 +38,15 @@ class Steps:
         self._end = end
         self.speculates = True
         self._speculation = Speculation()
+        self._pace = Pace()
+        self._chunk = CHUNK if model.device.type == "cpu" else GPU_CHUNK
 
     def run(self, cores: Cores) -> None:
         """Prepare the work, run it as one batch, choose a token where a prompt is done."""
-        active = self._queues.active
-        planned = plan(active, CHUNK)
-        decodes = all(piece.count == 1 for piece in planned)
-        if decodes and self.speculates:
+        active, costs = self._queues.active, self._speculation.costs
+        plain = costs.plain(sum(len(request.pending) == 1 for request in active))
+        planned = plan(active, self._chunk, self._pace.tokens(plain))
+        if self.speculates and all(len(piece.request.pending) == 1 for piece in planned):
             planned = self._with_drafts(planned)
         if any(piece.count > 1 or piece.draft for piece in planned):
             cores.take_all()
@@ -59,14 +61,17 @@ class Steps:
         if not prepared:
             return
         work, spans = [piece for piece, _ in prepared], [span for _, span in prepared]
+        decodes = sum(len(piece.request.pending) == 1 for piece in work)
         self.count += 1
         began = time.perf_counter()
         for piece, logits in zip(work, self._forward(work, spans), strict=True):
             if logits is not None:
                 self._take(piece, logits)
-        if decodes:
-            rows = sum(1 + len(piece.draft) for piece in work)
-            self._speculation.costs.learn(len(work), rows, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if decodes == len(work):
+            costs.learn(decodes, sum(1 + len(piece.draft) for piece in work), seconds)
+        elif plain is not None:
+            self._pace.learn(sum(piece.count for piece in work) - decodes, seconds, plain)
 
     def sample(self, request: Request, logits: Tensor) -> None:
         """The next token of a request, from logits [vocab] on the CPU."""
@@ -167,11 +172,31 @@ class Steps:
             return None
 
     def _forward(self, work: list[Work], spans: list[Span]) -> list[Tensor | None]:
-        """The logits of every span. When the batch fails, each span is tried alone and only the faulty ones end."""
+        """The logits of every span, None where there are none. When the batch fails, each span is tried alone and only
+        the faulty ones end; one for which the memory was too small comes again, in smaller pieces.
+        """
         try:
             return list(self.model.forward(spans, self._cache.pages, [1 + len(piece.draft) for piece in work]))
         except Exception as error:
             if len(work) == 1:
-                self._end(work[0].request, "error", error, None)
+                if not (out_of_memory(error) and self._shrink(work[0])):
+                    self._end(work[0].request, "error", error, None)
                 return [None]
         return [self._forward([piece], [span])[0] for piece, span in zip(work, spans, strict=True)]
+
+    def _shrink(self, piece: Work) -> bool:
+        """Smaller steps from now on; False when this one is the smallest."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if piece.draft:
+            self.speculates = False
+        elif piece.count > 1:
+            self._chunk = max(1, min(self._chunk, piece.count) // 2)
+        else:
+            return False
+        return True
+
+
+def out_of_memory(error: Exception) -> bool:
+    """torch's CPU allocator has no class of its own for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -72,6 +72,7 @@ class DoubleSequence:
         self.log = list(tokens)
         self.cached = 0  # tokens that a real one would have computed
         self.closed = False
+        self.priority = 0
         self._stream: weakref.ref[DoubleStream] | None = None
 
     @property

@@ -69,6 +69,14 @@ class _Noted:
     def __init__(self, sequence: Any, notes: list[Generation], media: _Pictures) -> None:
         self._sequence, self._notes, self._media = sequence, notes, media
 
+    @property
+    def priority(self) -> int:
+        return self._sequence.priority
+
+    @priority.setter
+    def priority(self, value: int) -> None:
+        self._sequence.priority = value
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sequence, name)
 
