@@ -16,10 +16,12 @@ ROOT = Path(m3agent.__file__).parent
 # From the top down: a module may import from its own row and from rows below.
 ROWS = [
     ["cli", "testing"],
+    ["sessions"],
     ["loops"],
     ["agent"],
     ["subagent"],
     ["session"],
+    ["session_file"],
     ["stream"],
     ["turn_loop"],
     ["run"],

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RenderError,
         RuntimeClosed,
         SessionBusy,
+        SessionFileError,
         ToolDefinitionError,
         ToolError,
         ToolsetError,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from m3agent.options import RunOptions
     from m3agent.runtime import Runtime, Sampling, Usage
     from m3agent.session import Session
+    from m3agent.sessions import SavedSession, Sessions
     from m3agent.stream import RunStream
     from m3agent.tools import Context, Tool, tool
 
@@ -104,6 +106,7 @@ _MODULES = {
         "RenderError",
         "RuntimeClosed",
         "SessionBusy",
+        "SessionFileError",
         "ToolDefinitionError",
         "ToolError",
         "ToolsetError",
@@ -131,6 +134,7 @@ _MODULES = {
     "m3agent.options": ("RunOptions",),
     "m3agent.runtime": ("Runtime", "Sampling", "Usage"),
     "m3agent.session": ("Session",),
+    "m3agent.sessions": ("SavedSession", "Sessions"),
     "m3agent.stream": ("RunStream",),
     "m3agent.tools": ("Context", "Tool", "tool"),
 }
@@ -171,8 +175,11 @@ __all__ = [
     "Runtime",
     "RuntimeClosed",
     "Sampling",
+    "SavedSession",
     "Session",
     "SessionBusy",
+    "SessionFileError",
+    "Sessions",
     "Summary",
     "Text",
     "TextDelta",

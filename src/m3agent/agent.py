@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Awaitable
 from collections.abc import Sequence as Items
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import anyio
@@ -14,13 +15,14 @@ from m3agent.approval import Approve
 from m3agent.chat.messages import THINKING_MODES, Thinking
 from m3agent.compaction import Compaction
 from m3agent.content import Content, Message
-from m3agent.errors import RuntimeClosed
+from m3agent.errors import ConversationError, RuntimeClosed, SessionFileError
 from m3agent.events import Reply
 from m3agent.history import History
 from m3agent.hooks import Hooks
 from m3agent.limits import Price
 from m3agent.options import RunOptions, Setup
 from m3agent.session import Session, named_tools, run_sync
+from m3agent.session_file import read
 from m3agent.subagent import agent_tool
 from m3agent.tools import Tool
 
@@ -119,6 +121,22 @@ class Agent:
             defaults, self._hooks, self._price, self._guided, self._compaction, trace_content=self._trace_content
         )
         return Session(history, setup)
+
+    async def restore(self, path: str | PathLike[str]) -> Session:
+        """The session that `session.save(path)` wrote, to go on with.
+
+        With the same weights, instructions and thinking it has the very tokens that it had, and the pages that the file
+        or the cache has; otherwise, its messages. Tools that came or went meanwhile are told to the model.
+        Raises SessionFileError for a file that is missing or damaged, RuntimeClosed, MediaError.
+        """
+        file = Path(path)
+        saved = await read(file)
+        try:
+            session = self.session(saved.messages)
+        except ConversationError as error:
+            raise SessionFileError(f"{file}: its messages are no conversation ({error})") from error
+        await session.take_up(saved, file)
+        return session
 
     def as_tool(
         self, *, name: str = "agent", description: str = "", fork: bool = False, output: Any = None

@@ -75,6 +75,10 @@ class CacheError(M3Error):
     """The KV cache on the disk cannot be used; the message names the folder and the reason."""
 
 
+class SessionFileError(M3Error):
+    """A saved session that cannot be read, or written; the message names the file and the reason."""
+
+
 class RuntimeClosed(M3Error):
     """The runtime, or the session, was closed before or during the call."""
 

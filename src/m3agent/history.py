@@ -24,7 +24,8 @@ from m3agent.tools import Tool
 from m3agent.transcript import calls_so_far, chat_messages, complete, result_message
 
 if TYPE_CHECKING:
-    from m3agent.backend import Backend, TokenStream
+    from m3agent.backend import Backend, Sequence, TokenStream
+    from m3agent.media.pixels import Patches
     from m3agent.runtime import Guide, Sampling
 
 CANCELLED = "cancelled"
@@ -48,7 +49,7 @@ class History:
         self.calls = calls_so_far(self.messages)  # call ids count on from here
         self.began = 0  # the first message of the last run
         self.log: TokenLog | None = None  # from the first prompt on
-        self._instructions = instructions
+        self.instructions = instructions
         self._restored: list[Message] = []  # rendered with the head, once
         # The results of the last turn, by call, which are not in the log yet. Those of `messages` are measured late.
         self._waiting: dict[str, Answer | ToolResult] = {}
@@ -63,7 +64,7 @@ class History:
 
     def head(self) -> list[ChatMessage]:
         """What stands before all messages."""
-        return [ChatMessage("developer", [self._instructions])] if self._instructions else []
+        return [ChatMessage("developer", [self.instructions])] if self.instructions else []
 
     @property
     def logged(self) -> list[Message]:
@@ -226,6 +227,17 @@ class History:
         self.log, self.messages = log, messages
         self._write_head()
 
+    def pictures(self) -> list[Patches]:
+        """Those of the messages that a log has, in its order. Takes a while. Raises MediaError, ConversationError."""
+        shown = [*self.head(), *chat_messages(self.logged, self.runtime.pixels)]
+        segments = self.runtime.chat_format.render(shown, self.tools.head, self.thinking, False)
+        return [patches for _, patches in chat.encode(segments, self.runtime.tokenizer).media]
+
+    def take_up_log(self, sequence: Sequence, starts: list[int] | None) -> None:
+        """Go on with a log that was saved with these messages."""
+        self.log = TokenLog(sequence, self.runtime.tokenizer, starts)
+        self._take_up()
+
     def rewind(self, to: int) -> None:
         """Keep the first `to` messages. Raises RuntimeClosed, SessionBusy, ConversationError."""
         if self._closed:
@@ -255,7 +267,7 @@ class History:
             self.messages[0] = self.messages[0].model_copy(update={"head_tools": self.tools.head})
 
     def fork(self) -> History:
-        other = History(self.runtime, self._instructions, self.thinking, ())
+        other = History(self.runtime, self.instructions, self.thinking, ())
         other.messages, other.calls, other.began = list(self.messages), self.calls, self.began
         other.tools = self.tools.copy()
         other._restored, other._waiting = list(self._restored), dict(self._waiting)

@@ -44,6 +44,9 @@ class RunOptions(TypedDict, total=False):
     on_event: Callable[[Event], Awaitable[object] | object] | None
 
 
+Keep = Callable[[Any], Awaitable[None]]  # of a History
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the runs of a session have from its agent: options they need not be given, and what no run changes."""
@@ -54,6 +57,7 @@ class Setup:
     guided: bool = True
     compaction: Compaction | None = None
     trace_content: bool = False
+    keep: Keep | None = None  # called after every turn, and after the results of its calls
 
     def options(self, given: Mapping[str, Any]) -> RunOptions:
         """Those of a run. Raises TypeError, which names options that do not exist."""

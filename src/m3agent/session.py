@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
@@ -15,9 +18,10 @@ from m3agent.errors import SessionBusy, ToolDefinitionError
 from m3agent.events import Compacted, Reply
 from m3agent.history import History
 from m3agent.make_room import make_room
-from m3agent.options import RunOptions, Setup
+from m3agent.options import Keep, RunOptions, Setup
 from m3agent.output import output_of
 from m3agent.run import Run, Shared
+from m3agent.session_file import Saved, take_up, write
 from m3agent.stream import RunStream
 from m3agent.tools import Tool
 from m3agent.transcript import full_result, said_by_user
@@ -183,15 +187,37 @@ class Session:
         `async with` block, whose last step still runs; RuntimeClosed.
         """
         self._check_idle("a session cannot be forked during a run")
-        return Session(self._history.fork(), self._setup)
+        return Session(self._history.fork(), replace(self._setup, keep=None))
 
     def fork_inside(self) -> Session:
         """`fork` for a tool of this session, during a call: in the fork all calls of the turn are pending."""
-        return Session(self._history.fork(), self._setup)
+        return Session(self._history.fork(), replace(self._setup, keep=None))
 
     def answer(self, results: Items[ToolResult]) -> None:
         """Results for pending calls, instead of running them; `run()` goes on from there."""
         self._history.add_results([self._history.measured(result) for result in results])
+
+    async def save(self, path: str | PathLike[str], *, pages: bool = False) -> None:
+        """Write the session to one file, from which `agent.restore(path)` goes on, here or elsewhere.
+
+        pages: the KV cache's pages of it, too, so that nothing is computed again; they are large (for m3-nano 3 KiB a
+        token, for MiniMax-M3 124).
+        Raises SessionBusy during a run, SessionFileError (the file that was there stays), RuntimeClosed.
+        """
+        self._check_idle("a session cannot be saved during a run")
+        self._shared.held = True
+        try:
+            await write(Path(path), self._history, pages)
+        finally:
+            self._shared.held = False
+
+    async def take_up(self, saved: Saved, path: Path) -> None:
+        """For `Agent.restore`: go on with the tokens of a file whose messages this session was made of."""
+        await take_up(self._history, saved, path)
+
+    def keep(self, keep: Keep | None) -> None:
+        """For `Sessions`: what is called after every turn."""
+        self._setup = replace(self._setup, keep=keep)
 
     async def close(self) -> None:
         """Give the session's pages back. A run in progress ends with RuntimeClosed. As often as you like, from any

@@ -45,6 +45,11 @@ class TokenLog:
         return self._starts
 
     @property
+    def known_starts(self) -> list[int] | None:
+        """`starts`, or None where they are not known."""
+        return None if self._starts is None else list(self._starts)
+
+    @property
     def cut(self) -> bool:
         """The log ends in a turn without its end token."""
         return self.sequence.last != self._tokenizer.control_id(markers.END)

@@ -164,6 +164,7 @@ class TurnLoop:
         if finish == "length":
             self._answer_all(ended.message.calls, f"not run: the {_LIMITS[self._cap]} limit was reached")
         self.step = TurnLoop._after_turn if finish != "length" else TurnLoop._after_cut
+        await self._keep()
         if (hook := self._run.setup.hooks.after_model) is not None:
             await called(hook, self._run.session, ended.message, ended.usage)
 
@@ -193,6 +194,7 @@ class TurnLoop:
         answers = self._calls.answers()
         self._count_calls()
         self._add(answers)
+        await self._keep()
         if self._history.pending and self._message is None:
             self.events.append(ApprovalNeeded(self._history.pending))
             self._end("approval")
@@ -214,6 +216,10 @@ class TurnLoop:
         return True
 
     # Their parts -----------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        if (keep := self._run.setup.keep) is not None:
+            await keep(self._history)
 
     def _end_turn(self, failure: str = tracing.CANCELLED) -> TurnFinished:
         """What was generated becomes the turn's message, whole or not; `failure` says why not, for its span."""

@@ -8,9 +8,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +30,9 @@ from m3agent.runtime.request import Ended, Request
 from m3agent.runtime.steps import Steps
 from m3agent.runtime.usage import Stats
 
+T = TypeVar("T")
+Job = tuple[Callable[[], Any], Future[Any]]
+
 
 class Engine:
     """Starts its thread at once. `submit`, `close_table`, `drop`, `stop` and `stats` may be called from any thread."""
@@ -41,7 +47,7 @@ class Engine:
         max_active: int | None = None,
         max_waiting: int | None = None,
     ) -> None:
-        self._inbox: SimpleQueue[Request | Fetched | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Request | Fetched | Job | None] = SimpleQueue()
         root = root_key(model.fingerprint, str(model.dtype), pages.block_size)
         self.cache = KVCache(pages, root, self._relax_one, tiers)
         self.context = context
@@ -88,6 +94,25 @@ class Engine:
             request.table.used = next(self._uses)
             self._busy[id(request.table)] = request
             self._inbox.put(request)
+
+    def between_steps(self, table: BlockTable, work: Callable[[], T]) -> Future[T]:
+        """Have the worker do something with an idle table. The future raises RuntimeClosed, SessionBusy, and what the
+        work raises.
+        """
+        future: Future[T] = Future()
+
+        def alone() -> T:
+            if table.closed:
+                raise RuntimeClosed("the sequence is closed")
+            if id(table) in self._busy:
+                raise SessionBusy("this sequence generates; wait for its call")
+            return work()
+
+        with self._lock:
+            if self.stopped:
+                raise RuntimeClosed("the runtime is closed")
+            self._inbox.put((alone, future))
+        return future
 
     def close_table(self, table: BlockTable) -> None:
         """Give a sequence's pages back: now, or, while a request runs on it, at the end of the running step."""
@@ -193,6 +218,11 @@ class Engine:
             left = list(self._busy.values())
         for request in left:
             self._end(request, "error", error)
+        with suppress(Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, tuple) and item[1].set_running_or_notify_cancel():
+                    item[1].set_exception(error)
         if self.cache.tiers is not None:
             self.cache.tiers.close()
         # The memory goes back now, whoever still holds a sequence.
@@ -209,6 +239,8 @@ class Engine:
                 break
             if isinstance(item, Fetched):
                 self._alone(item.request, partial(self._queues.promote, item))
+            elif isinstance(item, tuple):
+                _do(*item)
             elif item is not None:
                 self._admit(item)
             wait = not self._queues.runnable
@@ -276,3 +308,12 @@ class Engine:
                 request.table.release()
                 error = error or RuntimeClosed("the sequence was closed")
         request.mailbox.put(Ended(finish, error, logits))
+
+
+def _do(work: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,10 +12,13 @@ import anyio
 from torch import Tensor
 
 from m3agent.errors import RuntimeClosed, SessionBusy
+from m3agent.mailbox import outcome_of
 from m3agent.media.pixels import Patches
 from m3agent.runtime.features import MediaRun, place
 from m3agent.runtime.guide import Guide
 from m3agent.runtime.kv import BlockTable
+from m3agent.runtime.kv.keys import Identity, identify, page_key
+from m3agent.runtime.kv.layout import Payload, export_page
 from m3agent.runtime.log import TokenLog
 from m3agent.runtime.request import Ended, Request, Token
 from m3agent.runtime.sampling import Sampling
@@ -140,6 +143,49 @@ class Sequence:
         self._runs = [run for run in self._runs if run.end <= tokens]
         self._logits = None
         self._engine.cut(self._table, tokens)
+
+    async def page(self, number: int) -> tuple[bytes, Payload] | None:
+        """Key and content (see `kv.layout`) of a full page, None for one that is not on the device. Raises
+        RuntimeClosed, SessionBusy.
+        """
+        self._check_idle()
+        cache, table = self._engine.cache, self._table
+
+        def export() -> tuple[bytes, Payload] | None:
+            if number >= len(table.keys):
+                return None
+            return table.keys[number], export_page(cache.pages, table.pages[number])
+
+        return await outcome_of(self._engine.between_steps(table, export))
+
+    async def adopt(self, read: Callable[[bytes], Payload | None]) -> int:
+        """Take over pages of tokens that were appended and not computed yet: those on the device, then those that
+        `read` has (called in a thread with the key of a page). Returns how many tokens are cached now. Raises
+        RuntimeClosed, SessionBusy, and what `read` raises.
+        """
+        self._check_idle()
+        cache, table, size = self._engine.cache, self._table, self._engine.cache.page_tokens
+
+        def ahead(end: int) -> list[Identity]:
+            return identify(self._tokens.slice(table.cached, end), table.cached, self._runs)
+
+        def find() -> bytes | None:
+            """The key of the first page that is missing, of those before the last token."""
+            cache.find(table, ahead(len(self._tokens)))
+            end = table.cached + size
+            if end >= len(self._tokens) or table.cached != len(table.pages) * size:
+                return None
+            return page_key(table.last_key, ahead(end))
+
+        while (key := await outcome_of(self._engine.between_steps(table, find))) is not None:
+            payload = await anyio.to_thread.run_sync(read, key)
+
+            def promote(payload: Payload | None = payload) -> bool:
+                return payload is not None and cache.promote(table, ahead(table.cached + size), payload)
+
+            if not await outcome_of(self._engine.between_steps(table, promote)):
+                break
+        return table.cached
 
     def close(self) -> None:
         """Give the pages back, at once or at the end of the running step, whose stream then raises RuntimeClosed."""

@@ -7,9 +7,11 @@ below it, and computed where it is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+
+from torch import Tensor
 
 from m3agent.errors import ContextOverflow
 from m3agent.model.pages import KVPages
@@ -18,7 +20,7 @@ from m3agent.runtime.kv.layout import export_page, import_page
 from m3agent.runtime.kv.pool import PagePool
 from m3agent.runtime.kv.prefix import PrefixIndex, cost
 from m3agent.runtime.kv.table import BlockTable
-from m3agent.runtime.kv.tiers import Payload, Tiers
+from m3agent.runtime.kv.tiers import Tiers
 
 
 class KVCache:
@@ -77,7 +79,7 @@ class KVCache:
             keys.append(page_key(keys[-1], ahead[begin : begin + self.page_tokens]))
         return keys[1:]
 
-    def promote(self, table: BlockTable, identities: Sequence[Identity], payload: Payload) -> bool:
+    def promote(self, table: BlockTable, identities: Sequence[Identity], payload: Mapping[str, Tensor]) -> bool:
         """Take over one full page that a tier delivered; False when there is no room or it is not of this model."""
         try:
             fresh = self._fresh(table)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,18 +41,14 @@ def read_page(path: Path, key: bytes, names: Iterable[str] | None = None) -> dic
     Raises DamagedPage for a file that is cut short, changed, of another key or version, OSError as the system does.
     """
     with path.open("rb", buffering=0) as file:
-        header, begin = _header(file.fileno())
-        meta = header.pop("__metadata__", None)
-        try:
-            if meta["version"] != VERSION or meta["key"] != key.hex():
-                raise DamagedPage("another page or version")
-            sums = json.loads(meta["checksums"])
-            parts = {}
-            for name in header if names is None else names:
-                parts[name] = _part(file.fileno(), header[name], begin, int(sums[name]))
-            return parts
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise DamagedPage(f"a header that makes no sense: {error!r}") from None
+        return _parts_of(file.fileno(), key, names)
+
+
+def parse_page(data: bytes, key: bytes) -> dict[str, Tensor]:
+    """All parts of a page from its file's content. Raises DamagedPage."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(data)
+        return _parts_of(file.fileno(), key, None)
 
 
 def read_parent(path: Path) -> tuple[bytes, bytes]:
@@ -64,6 +61,19 @@ def read_parent(path: Path) -> tuple[bytes, bytes]:
             raise DamagedPage("another version")
         return bytes.fromhex(meta["key"]), bytes.fromhex(meta["parent"])
     except (KeyError, TypeError, ValueError) as error:
+        raise DamagedPage(f"a header that makes no sense: {error!r}") from None
+
+
+def _parts_of(file: int, key: bytes, names: Iterable[str] | None) -> dict[str, Tensor]:
+    header, begin = _header(file)
+    meta = header.pop("__metadata__", None)
+    try:
+        if meta["version"] != VERSION or meta["key"] != key.hex():
+            raise DamagedPage("another page or version")
+        sums = json.loads(meta["checksums"])
+        wanted = header if names is None else names
+        return {name: _part(file, header[name], begin, int(sums[name])) for name in wanted}
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedPage(f"a header that makes no sense: {error!r}") from None
 
 
