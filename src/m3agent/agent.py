@@ -107,14 +107,16 @@ class Agent:
             raise RuntimeClosed("the runtime is not open yet: async with m3agent.Runtime.open() as runtime: …")
         return self._runtime
 
-    def session(self, messages: Items[Message] = ()) -> Session:
+    def session(self, messages: Items[Message] = (), *, name: str = "") -> Session:
         """A new conversation, or one that goes on from `messages` (of `session.messages` or `load_messages`).
 
+        name: what `runtime.sequences()` and `m3agent top` call it.
         Raises RuntimeClosed, ConversationError for messages in which results do not follow their calls.
         """
         runtime = self.runtime
         thinking = self.thinking or runtime.defaults.thinking_mode or "adaptive"
         history = History(runtime, self.instructions, thinking, self._tools, messages)
+        history.name = name
         sampling = self._sampling or runtime.defaults.sampling()
         defaults = RunOptions(max_turns=self.max_turns, sampling=sampling, approve=self._approve)
         setup = Setup(
@@ -122,7 +124,7 @@ class Agent:
         )
         return Session(history, setup)
 
-    async def restore(self, path: str | PathLike[str]) -> Session:
+    async def restore(self, path: str | PathLike[str], *, name: str = "") -> Session:
         """The session that `session.save(path)` wrote, to go on with.
 
         With the same weights, instructions and thinking it has the very tokens that it had, and the pages that the file
@@ -132,7 +134,7 @@ class Agent:
         file = Path(path)
         saved = await read(file)
         try:
-            session = self.session(saved.messages)
+            session = self.session(saved.messages, name=name)
         except ConversationError as error:
             raise SessionFileError(f"{file}: its messages are no conversation ({error})") from error
         await session.take_up(saved, file)

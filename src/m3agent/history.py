@@ -50,6 +50,7 @@ class History:
         self.began = 0  # the first message of the last run
         self.log: TokenLog | None = None  # from the first prompt on
         self.instructions = instructions
+        self.name = ""  # of its sequence, for whoever looks at the runtime
         self._restored: list[Message] = []  # rendered with the head, once
         # The results of the last turn, by call, which are not in the log yet. Those of `messages` are measured late.
         self._waiting: dict[str, Answer | ToolResult] = {}
@@ -116,6 +117,7 @@ class History:
         room = self.runtime.context_length - len(log) - 1  # one for the reply
         if len(prompt.ids) > room:
             raise ContextOverflow(f"the prompt has {len(prompt.ids)} tokens; there is room for {max(room, 0)}")
+        log.sequence.name = self.name
         # Nothing below waits: message and tokens enter together.
         log.append(prompt, entering)
         self.log = log
@@ -270,6 +272,7 @@ class History:
         other = History(self.runtime, self.instructions, self.thinking, ())
         other.messages, other.calls, other.began = list(self.messages), self.calls, self.began
         other.tools = self.tools.copy()
+        other.name = self.name
         other._restored, other._waiting = list(self._restored), dict(self._waiting)
         other._closed = self._closed
         other.log = None if self.log is None else self.log.fork()

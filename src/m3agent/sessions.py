@@ -71,7 +71,8 @@ class Sessions:
             async def keep(history: History) -> None:
                 await write(path, history, self.pages)
 
-            session = await agent.restore(path) if path.exists() else agent.session()
+            found = path.exists()
+            session = await agent.restore(path, name=name) if found else agent.session(name=name)
             session.keep(keep)
             try:
                 async with session:

@@ -64,6 +64,19 @@ def doctor() -> None:
     raise typer.Exit(0 if show(Console(highlight=False)) else 1)
 
 
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once, not again and again.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+) -> None:
+    """Watch the runtimes that programs opened with Runtime.open(monitor=True): requests, speed, cache, sequences."""
+    from m3agent.cli.top import show
+
+    with _plain_errors():
+        show(Console(highlight=False), once=once, as_json=as_json, seconds=every)
+
+
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     try:

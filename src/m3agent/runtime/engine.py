@@ -25,10 +25,11 @@ from m3agent.runtime.cores import Cores
 from m3agent.runtime.kv import BlockTable, KVCache
 from m3agent.runtime.kv.keys import root_key
 from m3agent.runtime.kv.tiers import Tiers
+from m3agent.runtime.meter import Rates
 from m3agent.runtime.queues import Fetched, Queues
 from m3agent.runtime.request import Ended, Request
 from m3agent.runtime.steps import Steps
-from m3agent.runtime.usage import Stats
+from m3agent.runtime.usage import SequenceStats, Stats
 
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], Future[Any]]
@@ -60,6 +61,8 @@ class Engine:
         self._steps = Steps(model, self.cache, self._queues, context, self._end)
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._uses = count(1)
+        self._prompts = self._reused = 0  # tokens of the calls that have ended
+        self.ended: Callable[[Request, str, BaseException | None], None] | None = None  # is told of each call
         self.stopped = self.closing = False
         self._idle = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._work, name="m3agent-engine", daemon=True)
@@ -164,8 +167,11 @@ class Engine:
             used_pages=pool.used if self._thread.is_alive() else 0,  # their memory went with the worker
             cached_pages=pool.cached if self._thread.is_alive() else 0,
             page_tokens=self.cache.page_tokens,
-            active_requests=len(self._busy),
+            active_requests=len(self._queues.active),
+            waiting_requests=max(0, len(self._busy) - len(self._queues.active)),
             steps=steps.count,
+            prompt_tokens=self._prompts,
+            reused_tokens=self._reused,
             computed_tokens=steps.computed,
             recomputed_tokens=steps.recomputed,
             found_tokens=self._queues.found,
@@ -183,6 +189,26 @@ class Engine:
         with self._idle:
             self.closing = True
             self._idle.wait_for(lambda: self.stopped or not self._busy, seconds)
+
+    def rates(self) -> Rates:
+        return self._steps.meter.rates()
+
+    def sequences(self) -> list[SequenceStats]:
+        """Of all open sequences, those in use first."""
+        self.reap()
+        pool = self.cache.pool
+        active = set(map(id, (request.table for request in list(self._queues.active))))
+        found: list[SequenceStats] = []
+        with self._lock:
+            for table in sorted(self._tables, key=lambda table: -table.used):
+                if table.closed:
+                    continue
+                pages, request = list(table.pages), self._busy.get(id(table))
+                state = "running" if id(table) in active else "idle" if request is None else "waiting"
+                tokens = table.cached if request is None else table.cached + len(request.pending)
+                shared = sum(pool.shared(page) for page in pages)
+                found.append(SequenceStats(table.name, state, tokens, table.cached, len(pages), shared))
+        return found
 
     def stop(self) -> None:
         """End the worker after its running step; every request ends with RuntimeClosed. Does not wait.
@@ -304,9 +330,13 @@ class Engine:
             self._busy.pop(id(request.table), None)
             self._idle.notify_all()
             request.end()
+            self._prompts += request.prompt
+            self._reused += request.reused
             if request.table.closed:
                 request.table.release()
                 error = error or RuntimeClosed("the sequence was closed")
+        if self.ended is not None:
+            self.ended(request, finish, error)
         request.mailbox.put(Ended(finish, error, logits))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,8 +24,11 @@ from m3agent.runtime.engine import Engine
 from m3agent.runtime.guide import Guides
 from m3agent.runtime.kv.store import DiskStore, cache_folder
 from m3agent.runtime.kv.tiers import Tiers
+from m3agent.runtime.meter import Rates
+from m3agent.runtime.monitor import Monitor
+from m3agent.runtime.otel import Metrics, weak_stats
 from m3agent.runtime.sequence import Sequence
-from m3agent.runtime.usage import Stats
+from m3agent.runtime.usage import SequenceStats, Stats
 
 EMBEDDED = Path(__file__).parent.parent / "nano"
 CACHE_BYTES = 1 << 30  # on the CPU, where untouched pages take no memory; on a GPU a share of what is free
@@ -81,6 +84,8 @@ class Runtime:
         context = self.config.text.max_position_embeddings
         self.context_length = min(context, pages * self.config.text.block_size)
         """The most tokens that one sequence can hold: the model's context, or the whole KV cache if that is smaller."""
+        self.device = model.device
+        self._monitor: Monitor | None = None
         self.engine = Engine(
             model,
             KVPages.allocate(self.config, pages, model.dtype, model.device),
@@ -89,6 +94,7 @@ class Runtime:
             max_active=max_active,
             max_waiting=max_waiting,
         )
+        self.engine.ended = Metrics(name, weak_stats(self.engine.stats)).ended
         weakref.finalize(self, self.engine.stop).atexit = False
 
     @staticmethod
@@ -103,6 +109,7 @@ class Runtime:
         disk_limit: int | None = DISK_LIMIT,
         max_active: int | None = None,
         max_waiting: int | None = None,
+        monitor: bool = False,
         progress: Progress | None = None,
     ) -> Opening:
         """`async with Runtime.open(…) as runtime:` or `runtime = await Runtime.open(…)`, then `await runtime.close()`.
@@ -115,13 +122,20 @@ class Runtime:
         the user's cache folder (see `m3agent cache`); any number of runtimes may share it. disk_limit: its bytes, None
         for no limit.
         max_active: calls that generate at a time, None for any number; more wait for their turn. max_waiting: how many
-        may; beyond, a call raises Overloaded at once. None for any number.
+        may; beyond, a call raises Overloaded at once. None for any number. monitor: let `m3agent top` see it.
         progress(done, total, tensor name), in bytes, is called in the loading thread.
         Awaiting raises CheckpointError, ConfigError, CacheError, MissingDependency. Being cancelled stops the loading.
         """
         cache = CacheSizes(cache_tokens, host_cache, disk_cache, disk_limit)
         crowd = Crowd(max_active, max_waiting)
-        return Opening(lambda watch: _load(model, device, dtype, cache, crowd, watch), progress)
+
+        def load(watch: Progress) -> Runtime:
+            runtime = _load(model, device, dtype, cache, crowd, watch)
+            if monitor:
+                runtime.monitor()
+            return runtime
+
+        return Opening(load, progress)
 
     @property
     def vocabulary(self) -> int:
@@ -142,6 +156,39 @@ class Runtime:
         """Pages, requests and sums at this moment."""
         return self.engine.stats()
 
+    def rates(self) -> Rates:
+        """Tokens, steps and operations a second, over the last ten seconds."""
+        return self.engine.rates()
+
+    def sequences(self) -> list[SequenceStats]:
+        """Who holds which part of the cache: the open sequences, the ones used last first."""
+        return self.engine.sequences()
+
+    def report(self) -> dict[str, Any]:
+        """All that there is to see, as plain data; what `m3agent top` shows."""
+        return {
+            "model": self.name,
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "stats": asdict(self.stats()),
+            "rates": asdict(self.rates()),
+            "sequences": [asdict(each) for each in self.sequences()],
+        }
+
+    def monitor(self) -> None:
+        """Let other processes of this user see `report`, until the runtime is closed. Raises CacheError where there can
+        be no socket.
+        """
+        if self._monitor is None:
+            seen = weakref.WeakMethod(self.report)
+
+            def report() -> dict[str, Any]:
+                found = seen()
+                return {} if found is None else found()
+
+            self._monitor = Monitor(report)
+            weakref.finalize(self, self._monitor.close)
+
     async def close(self, drain: float | None = 0) -> None:
         """End the running calls with RuntimeClosed and free the memory. From any task, as often as you like.
 
@@ -150,6 +197,8 @@ class Runtime:
         """
         if drain is None or drain > 0:
             await anyio.to_thread.run_sync(self.engine.drain, drain, abandon_on_cancel=True)
+        if self._monitor is not None:
+            self._monitor.close()
         self.engine.stop()
         await anyio.to_thread.run_sync(self.engine.stop_and_wait)
 

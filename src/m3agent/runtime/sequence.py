@@ -49,6 +49,15 @@ class Sequence:
         self._finalizer.atexit = False
 
     @property
+    def name(self) -> str:
+        """What `runtime.sequences()` calls it; forks have the same one until they are given another."""
+        return self._table.name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self._table.name = value
+
+    @property
     def tokens(self) -> list[int]:
         """A copy of the log: what was appended, and the generated tokens that were taken from the streams."""
         return list(self._tokens)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from m3agent.errors import ContextOverflow
 from m3agent.model.batch import Span
+from m3agent.model.flops import span_flops
 from m3agent.model.m3 import M3Model
 from m3agent.runtime.cores import Cores
 from m3agent.runtime.features import FeatureCache
 from m3agent.runtime.kv import KVCache
+from m3agent.runtime.meter import Meter, StepTime
 from m3agent.runtime.queues import Queues
 from m3agent.runtime.request import Request, Token
 from m3agent.runtime.sampling import choose
@@ -37,6 +39,8 @@ class Steps:
         self._context = context
         self._end = end
         self.speculates = True
+        self.meter = Meter()
+        self._text = model.config.text
         self._speculation = Speculation()
         self._pace = Pace()
         self._chunk = CHUNK if model.device.type == "cpu" else GPU_CHUNK
@@ -63,15 +67,18 @@ class Steps:
         work, spans = [piece for piece, _ in prepared], [span for _, span in prepared]
         decodes = sum(len(piece.request.pending) == 1 for piece in work)
         self.count += 1
-        began = time.perf_counter()
+        began, said = time.perf_counter(), self.output
+        flops = sum(span_flops(self._text, span.start, span.ids.shape[0]) for span in spans)
         for piece, logits in zip(work, self._forward(work, spans), strict=True):
             if logits is not None:
                 self._take(piece, logits)
         seconds = time.perf_counter() - began
+        prompts = sum(piece.count for piece in work) - decodes
+        self.meter.learn(StepTime(began, seconds, prompts, self.output - said, flops))
         if decodes == len(work):
             costs.learn(decodes, sum(1 + len(piece.draft) for piece in work), seconds)
         elif plain is not None:
-            self._pace.learn(sum(piece.count for piece in work) - decodes, seconds, plain)
+            self._pace.learn(prompts, seconds, plain)
 
     def sample(self, request: Request, logits: Tensor) -> None:
         """The next token of a request, from logits [vocab] on the CPU."""

@@ -57,12 +57,14 @@ class Stats:
     """A runtime at one moment, and its sums since it was opened.
 
     total_pages: the KV pool; used_pages: those that sequences hold; cached_pages: those that are kept for whoever
-    comes with the same tokens; page_tokens: tokens a page. active_requests: calls that generate now. steps: model
-    steps so far. computed_tokens: prompt tokens that went through the model; recomputed_tokens: those of them that
-    had done so before. found_tokens: prompt tokens that another sequence had computed; promoted_tokens: those that
-    came from the host's memory or the disk. output_tokens: tokens generated; drafted_tokens: guesses at them that were
-    checked; accepted_tokens: the right ones. evicted_pages: pages that left the device; host_pages: the ones in the
-    host's memory now. preemptions: calls that had to give their pages to others.
+    comes with the same tokens; page_tokens: tokens a page. active_requests: calls that generate now;
+    waiting_requests: calls that wait for their turn, for pages or for the disk. steps: model steps so far.
+    prompt_tokens: those of calls that have ended; reused_tokens: the ones of them that were in the cache.
+    computed_tokens: prompt tokens that went through the model; recomputed_tokens: those of them that had done so
+    before. found_tokens: prompt tokens that another sequence had computed; promoted_tokens: those that came from the
+    host's memory or the disk. output_tokens: tokens generated; drafted_tokens: guesses at them that were checked;
+    accepted_tokens: the right ones. evicted_pages: pages that left the device; host_pages: the ones in the host's
+    memory now. preemptions: calls that had to give their pages to others.
     """
 
     total_pages: int
@@ -70,7 +72,10 @@ class Stats:
     cached_pages: int
     page_tokens: int
     active_requests: int
+    waiting_requests: int
     steps: int
+    prompt_tokens: int
+    reused_tokens: int
     computed_tokens: int
     recomputed_tokens: int
     found_tokens: int
@@ -81,3 +86,22 @@ class Stats:
     evicted_pages: int
     host_pages: int
     preemptions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that were in the cache."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class SequenceStats:
+    """One open sequence. tokens: of its log, as far as its last call knew it; cached: those whose pages it holds;
+    pages: how many, and shared: those of them that others hold or may find. state: "running", "waiting" or "idle".
+    """
+
+    name: str
+    state: str
+    tokens: int
+    cached: int
+    pages: int
+    shared: int

@@ -73,6 +73,7 @@ class DoubleSequence:
         self.cached = 0  # tokens that a real one would have computed
         self.closed = False
         self.priority = 0
+        self.name = ""
         self._stream: weakref.ref[DoubleStream] | None = None
 
     @property

@@ -77,6 +77,14 @@ class _Noted:
     def priority(self, value: int) -> None:
         self._sequence.priority = value
 
+    @property
+    def name(self) -> str:
+        return self._sequence.name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self._sequence.name = value
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sequence, name)
 

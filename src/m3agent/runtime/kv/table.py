@@ -31,6 +31,7 @@ class BlockTable:
         self.stored = 0  # how many of the full pages were offered to the disk
         self.used = 0  # the engine's count of requests when it was used last
         self.closed = False
+        self.name = ""  # for whoever looks
         self._tensor: Tensor | None = None
 
     @property
@@ -136,7 +137,7 @@ class BlockTable:
         other = BlockTable(self.pool, self.page_tokens, self.root)
         other.pages, other.cached, other.high_water = list(self.pages), self.cached, self.high_water
         other.keys, other.full, other.tail = list(self.keys), list(self.full), list(self.tail)
-        other.used, other.stored = self.used, self.stored
+        other.used, other.stored, other.name = self.used, self.stored, self.name
         self.pool.share(other.pages)
         return other
 
