@@ -164,10 +164,10 @@ async def test_a_disk_that_cannot_be_written_is_no_fault(
         tiers = runtime.engine.cache.tiers
         assert tiers is not None
 
-        def full(self: Path, data: bytes) -> int:
+        def full(path: Path, content: bytes) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_bytes", full)
+        monkeypatch.setattr("m3agent.runtime.kv.store._temporary", full)
         sequence = runtime.sequence()
         assert len(await generated_after(sequence, prompt(100))) == 3
         tiers.flush()

@@ -11,39 +11,26 @@ compute on top of the value of what was evicted last (GreedyDual), and each use 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sqlite3
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
 from m3agent.errors import CacheError
-from m3agent.runtime.kv.page_file import DamagedPage, page_bytes, read_page, read_parent
+from m3agent.runtime.kv.page_file import DamagedPage, page_bytes, read_page
+from m3agent.runtime.kv.store_index import DamagedIndex, StoreIndex, number
 
-SCHEMA = 1
 PINNED_SHARE = 0.5  # of the limit: what sessions can hold on to, so that there is always room to evict
-TABLES = """
-CREATE TABLE IF NOT EXISTS pages (
-    key BLOB PRIMARY KEY, parent BLOB NOT NULL, size INTEGER NOT NULL, cost REAL NOT NULL, value REAL NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS pages_by_parent ON pages (parent);
-CREATE INDEX IF NOT EXISTS pages_by_value ON pages (value);
-CREATE TABLE IF NOT EXISTS pins (name TEXT NOT NULL, key BLOB NOT NULL, PRIMARY KEY (name, key)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS pins_by_key ON pins (key);
-CREATE TABLE IF NOT EXISTS floor (value REAL NOT NULL);
-INSERT INTO floor SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM floor);
-"""
 LEAVES = """
 SELECT key, size, value FROM pages AS page
 WHERE NOT EXISTS (SELECT 1 FROM pages WHERE parent = page.key) AND NOT EXISTS (SELECT 1 FROM pins WHERE key = page.key)
 ORDER BY value LIMIT 256
 """
-T = TypeVar("T")
 
 
 @dataclass
@@ -64,6 +51,16 @@ class StoreStats:
     names: list[str] = field(default_factory=list[str])  # under which pages are pinned
 
 
+@dataclass(frozen=True)
+class StoredPage:
+    """size: bytes of its file."""
+
+    key: bytes
+    parent: bytes
+    size: int
+    pinned: bool
+
+
 def cache_folder() -> Path:
     """Where pages go when no folder is named: $M3AGENT_CACHE, else m3agent/kv in the user's cache folder."""
     named = os.environ.get("M3AGENT_CACHE")
@@ -80,51 +77,49 @@ class DiskStore:
     def __init__(self, folder: str | Path, limit: int | None = None) -> None:
         self.folder = Path(folder)
         self.limit = limit
-        self._lock = threading.RLock()
-        self._database: sqlite3.Connection | None = None
-        self._process = 0
+        self._index = StoreIndex(self.folder)
         self._stats = StoreStats(str(folder))
-        self._unseen = 0  # bytes written since the sizes were added up
+        self._unseen = limit or 0  # bytes written since the sizes were added up; how many others wrote, nobody knows
         try:
             (self.folder / "pages").mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CacheError(f"the cache folder {self.folder} cannot be made: {error}") from None
         self._sweep()
-        self._do(lambda database: None)
+        self._index.do(lambda database: None)
 
     def has(self, keys: Sequence[bytes]) -> int:
         """How many of the keys, from the first on without a gap, are there."""
 
         def ask(database: sqlite3.Connection) -> int:
             for place, key in enumerate(keys):
-                if database.execute("SELECT 1 FROM pages WHERE key = ?", (key,)).fetchone() is None:
+                if not _known(database, key):
                     return place
             return len(keys)
 
-        return self._do(ask)
+        return self._index.do(ask)
 
     def put(self, key: bytes, parent: bytes, payload: Mapping[str, Tensor], cost: float = 1.0) -> bool:
         """Store a page; False when it cannot be written (`stat` says why). A page that is there stays as it is."""
-        if self.has([key]):
-            return True
-        path, temporary = self._path(key), self._path(key).with_name(f"{os.getpid()}-{uuid.uuid4().hex}.tmp")
-        content = page_bytes(key, parent, payload)
+        path = self._path(key)
+        content = b""
 
         def enter(database: sqlite3.Connection) -> None:
-            temporary.rename(path)
-            value = _floor(database) + cost
-            row = (key, parent, len(content), cost, value)
+            if temporary.exists():  # not when the index was replaced, and this is done a second time
+                temporary.rename(path)
+            row = (key, parent, path.stat().st_size, cost, _floor(database) + cost)
             database.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?)", row)
 
         try:
+            if self.has([key]):
+                return True
+            content = page_bytes(key, parent, payload)
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            temporary.write_bytes(content)
-            self._do(enter, write=True)
+            with _temporary(path, content) as temporary:
+                self._index.do(enter, write=True)
         except (OSError, CacheError) as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             self._stats.failed_writes += 1
             self._stats.last_failure = str(error)
+            self._discard(key)
             return False
         self._stats.writes += 1
         self._unseen += len(content)
@@ -134,16 +129,18 @@ class DiskStore:
 
     def get(self, key: bytes, names: Iterable[str] | None = None) -> dict[str, Tensor] | None:
         """A page's parts, or only the named ones; None when it is not there, or not whole: then it is dropped."""
-        if not self.has([key]):
-            return None
         try:
+            if not self.has([key]):
+                return None
             parts = read_page(self._path(key), key, names)
-        except FileNotFoundError:
-            self.drop(key)
+        except (FileNotFoundError, DamagedPage):
+            self._check(key)
             return None
-        except (OSError, DamagedPage):
-            self._stats.damaged += 1
-            self.drop(key)
+        except (
+            OSError,
+            CacheError,
+        ) as error:  # of this process or machine, as too many open files: the page may be good
+            self._stats.last_failure = str(error)
             return None
         self._stats.reads += 1
         return parts
@@ -157,15 +154,53 @@ class DiskStore:
             database.executemany("UPDATE pages SET value = ? + cost WHERE key = ?", rows)
 
         with contextlib.suppress(CacheError):  # what is read-only can be read all the same
-            self._do(renew, write=True)
+            self._index.do(renew, write=True)
 
     def drop(self, key: bytes) -> None:
+        """Remove a page, whatever it is worth."""
+
         def remove(database: sqlite3.Connection) -> None:
             database.execute("DELETE FROM pages WHERE key = ?", (key,))
             self._path(key).unlink(missing_ok=True)
 
         with contextlib.suppress(OSError, CacheError):
-            self._do(remove, write=True)
+            self._index.do(remove, write=True)
+
+    def _check(self, key: bytes) -> bool:
+        """Drop a page if it is damaged or has no file; whether it was. Nobody can write it while it is looked at."""
+
+        def look(database: sqlite3.Connection) -> bool:
+            if not _known(database, key):
+                return False  # another process evicted it
+            try:
+                read_page(self._path(key), key)
+                return False  # another process wrote it again
+            except (FileNotFoundError, DamagedPage):
+                database.execute("DELETE FROM pages WHERE key = ?", (key,))
+                self._path(key).unlink(missing_ok=True)
+                return True
+
+        try:
+            damaged = self._index.do(look, write=True)
+        except (OSError, CacheError) as error:
+            self._stats.last_failure = str(error)
+            return False
+        self._stats.damaged += damaged
+        return damaged
+
+    def _discard(self, key: bytes) -> bool:
+        """Remove the file of a page that is not in the index, as one whose entry failed; whether there was one."""
+
+        def remove(database: sqlite3.Connection) -> bool:
+            if _known(database, key) or not self._path(key).exists():
+                return False
+            self._path(key).unlink(missing_ok=True)
+            return True
+
+        try:
+            return self._index.do(remove, write=True)
+        except (OSError, CacheError):
+            return False
 
     def pin(self, name: str, keys: Iterable[bytes]) -> None:
         """Do not evict these pages while `name` is pinned; what it had pinned before is let go.
@@ -183,10 +218,10 @@ class DiskStore:
                     f"{self.limit:,}; unpin another session, or give the cache more room"
                 )
 
-        self._do(enter, write=True)
+        self._index.do(enter, write=True)
 
     def unpin(self, name: str) -> None:
-        self._do(lambda database: database.execute("DELETE FROM pins WHERE name = ?", (name,)), write=True)
+        self._index.do(lambda database: database.execute("DELETE FROM pins WHERE name = ?", (name,)), write=True)
 
     def gc(self) -> int:
         """Evict pages until the store is a tenth below its limit; returns how many went."""
@@ -199,6 +234,7 @@ class DiskStore:
             self._unseen = 0
             while size > goal * 0.9 and (leaves := database.execute(LEAVES).fetchall()):
                 for key, bytes_, value in leaves:
+                    _check_row(key, bytes_, value)
                     if size <= goal * 0.9:
                         break
                     database.execute("DELETE FROM pages WHERE key = ?", (key,))
@@ -208,7 +244,7 @@ class DiskStore:
             return gone
 
         try:
-            gone = self._do(evict, write=True)
+            gone = self._index.do(evict, write=True)
         except (OSError, CacheError) as error:
             self._stats.last_failure = str(error)
             return 0
@@ -217,25 +253,47 @@ class DiskStore:
 
     def stat(self) -> StoreStats:
         def ask(database: sqlite3.Connection) -> StoreStats:
-            pages = database.execute("SELECT count(*) FROM pages").fetchone()[0]
+            pages = int(number(database, "SELECT count(*) FROM pages"))
             names = [row[0] for row in database.execute("SELECT DISTINCT name FROM pins ORDER BY name")]
             values = {"pages": pages, "size": _size(database), "pinned": _pinned(database), "names": names}
             return StoreStats(**{**vars(self._stats), "limit": self.limit or 0, **values})
 
-        return self._do(ask)
+        return self._index.do(ask)
+
+    def pages(self) -> list[StoredPage]:
+        """All pages, the ones that would be evicted first at the beginning."""
+        query = "SELECT key, parent, size, value, EXISTS (SELECT 1 FROM pins WHERE key = page.key) FROM pages AS page"
+
+        def ask(database: sqlite3.Connection) -> list[StoredPage]:
+            found: list[StoredPage] = []
+            for key, parent, size, value, pinned in database.execute(f"{query} ORDER BY value"):
+                _check_row(key, size, value)
+                found.append(StoredPage(key, parent, size, bool(pinned)))
+            return found
+
+        return self._index.do(ask)
 
     def keys(self) -> list[bytes]:
-        """All pages, the ones that would be evicted first at the beginning."""
-        return self._do(lambda database: [row[0] for row in database.execute("SELECT key FROM pages ORDER BY value")])
+        return [page.key for page in self.pages()]
 
     def verify(self) -> list[str]:
         """Read every page; what is damaged, without file or without index entry is removed and told, a line each."""
-        damaged = [key for key in self.keys() if self.get(key) is None]
-        told = [f"{key.hex()}: damaged or without its file; removed" for key in damaged]
+        told: list[str] = []
+        for key in self.keys():
+            try:
+                read_page(self._path(key), key)
+            except (FileNotFoundError, DamagedPage):
+                if self._check(key):
+                    told.append(f"{key.hex()}: damaged or without its file; removed")
+            except OSError as error:
+                told.append(f"{key.hex()}: cannot be read: {error.strerror or error}")
         for path in (self.folder / "pages").glob("*/*.safetensors"):
-            if not _known(path.stem, self):
+            key = _key(path)
+            if key is None:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
+                    told.append(f"{path.name}: no name of a page; removed")
+            elif not self.has([key]) and self._discard(key):
                 told.append(f"{path.name}: not in the index; removed")
         return told
 
@@ -248,113 +306,64 @@ class DiskStore:
             for path in (self.folder / "pages").glob("*/*.safetensors"):
                 path.unlink(missing_ok=True)
 
-        self._do(remove, write=True)
+        self._index.do(remove, write=True)
 
     def close(self) -> None:
-        with self._lock:
-            if self._database is not None and self._process == os.getpid():
-                self._database.close()
-            self._database = None
+        self._index.close()
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self.folder / "pages" / name[:2] / f"{name}.safetensors"
 
-    def _do(self, work: Callable[[sqlite3.Connection], T], write: bool = False) -> T:
-        """Run `work` on the index, in one transaction. A damaged index is made anew from the files, once."""
-        with self._lock:
-            for attempt in (1, 2):
-                try:
-                    database = self._connect()
-                    database.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-                    try:
-                        result = work(database)
-                        database.execute("COMMIT")
-                        return result
-                    except BaseException:
-                        with contextlib.suppress(sqlite3.Error):
-                            database.execute("ROLLBACK")
-                        raise
-                except sqlite3.DatabaseError as error:
-                    self.close()
-                    missing = "no such" in str(error)  # a table or column, in an index that says it is complete
-                    if isinstance(error, sqlite3.OperationalError) and not missing:  # locked, full, read-only
-                        raise CacheError(f"the cache's index in {self.folder} cannot be used: {error}") from None
-                    if attempt == 2:
-                        raise CacheError(f"the cache's index in {self.folder} is damaged: {error}") from None
-                    self._rebuild()
-            raise AssertionError
-
-    def _connect(self) -> sqlite3.Connection:
-        if self._database is not None and self._process == os.getpid():
-            return self._database
-        database = sqlite3.connect(
-            self.folder / "index.sqlite3", timeout=10, isolation_level=None, check_same_thread=False
-        )
-        try:
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version > SCHEMA:
-                raise CacheError(f"the cache in {self.folder} was made by a newer m3agent; use another folder")
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            if version < SCHEMA:
-                database.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
-        except BaseException:
-            database.close()
-            raise
-        self._database, self._process = database, os.getpid()
-        return database
-
-    def _rebuild(self) -> None:
-        """Set a damaged index aside and enter the pages that the files name. Reading them checks their sums."""
-        index = self.folder / "index.sqlite3"
-        for suffix in ("", "-wal", "-shm"):
-            with contextlib.suppress(OSError):
-                index.with_name(index.name + suffix).rename(index.with_name(index.name + suffix + ".damaged"))
-        rows: list[tuple[bytes, bytes, int]] = []
-        for path in (self.folder / "pages").glob("*/*.safetensors"):
-            try:
-                key, parent = read_parent(path)
-                if path.stem == key.hex():
-                    rows.append((key, parent, path.stat().st_size))
-            except (OSError, DamagedPage):
-                continue
-        database = self._connect()
-        database.executemany("INSERT OR IGNORE INTO pages VALUES (?, ?, ?, 1, 1)", rows)
-
     def _sweep(self) -> None:
-        """Remove what writers that died left behind."""
+        """Remove what writers that died left behind: nobody holds its lock."""
         for path in (self.folder / "pages").glob("*/*.tmp"):
-            with contextlib.suppress(OSError, ValueError):
-                if not _alive(int(path.name.split("-")[0])):
-                    path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, content: bytes) -> Iterator[Path]:
+    """A file with this content beside `path`, locked, for renaming; what is still there at the end is removed."""
+    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            done = 0
+            while done < len(content):
+                done += file.write(memoryview(content)[done:])
+            yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _floor(database: sqlite3.Connection) -> float:
-    return database.execute("SELECT value FROM floor").fetchone()[0]
+    return number(database, "SELECT value FROM floor")
 
 
 def _size(database: sqlite3.Connection) -> int:
-    return database.execute("SELECT coalesce(sum(size), 0) FROM pages").fetchone()[0]
+    return int(number(database, "SELECT coalesce(sum(size), 0) FROM pages"))
 
 
 def _pinned(database: sqlite3.Connection) -> int:
     query = "SELECT coalesce(sum(size), 0) FROM pages WHERE key IN (SELECT key FROM pins)"
-    return database.execute(query).fetchone()[0]
+    return int(number(database, query))
 
 
-def _known(name: str, store: DiskStore) -> bool:
+def _check_row(key: object, size: object, value: object) -> None:
+    """Raises DamagedIndex: SQLite finds a bit that flipped in its tree, not one in a row."""
+    if not isinstance(key, bytes) or not isinstance(size, int) or not isinstance(value, float):
+        raise DamagedIndex("a row of wrong types")
+
+
+def _known(database: sqlite3.Connection, key: bytes) -> bool:
+    return database.execute("SELECT 1 FROM pages WHERE key = ?", (key,)).fetchone() is not None
+
+
+def _key(path: Path) -> bytes | None:
     try:
-        return store.has([bytes.fromhex(name)]) == 1
+        return bytes.fromhex(path.stem)
     except ValueError:
-        return False
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return None
