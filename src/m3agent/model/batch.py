@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from m3agent.kernels.msa import Paged
 from m3agent.model.pages import KVPages
 
 
@@ -29,6 +30,12 @@ class Span:
     def end(self) -> int:
         """Tokens in the cache after this span."""
         return self.start + self.ids.shape[0]
+
+    def to(self, device: torch.device) -> Span:
+        """The same with ids and table there."""
+        if self.ids.device == self.table.device == device:
+            return self
+        return Span(self.ids.to(device), self.start, self.table.to(device), self.media)
 
     @cached_property
     def first_page(self) -> int | None:
@@ -52,49 +59,26 @@ class Placed:
     slots: slice | Tensor
 
 
-@dataclass(frozen=True)
-class Together:
-    """Spans of equal length in a row, rows `begin` to `end`, which a GPU takes in one go."""
-
-    begin: int
-    end: int
-    paged: Paged
+Batch = list[Placed]
 
 
-class Batch(list[Placed]):
-    """The placed spans of one forward pass."""
-
-    @cached_property
-    def groups(self) -> list[Together]:
-        """One-token spans in a row together, every other span by itself. The same for all layers: made once."""
-        groups: list[list[Placed]] = []
-        for p in self:
-            single = p.end - p.begin == 1
-            if single and groups and groups[-1][0].end - groups[-1][0].begin == 1:
-                groups[-1].append(p)
-            else:
-                groups.append([p])
-        return [Together(g[0].begin, g[-1].end, _paged([p.span for p in g])) for g in groups]
-
-
-def _paged(spans: list[Span]) -> Paged:
-    device = spans[0].table.device
-    tables = torch.nn.utils.rnn.pad_sequence([span.table for span in spans], batch_first=True)
-    starts = torch.tensor([span.start for span in spans]).to(device)
-    return Paged(tables, starts, max(span.end for span in spans))
+def check(spans: Sequence[Span], block: int) -> None:
+    """Raises ValueError on a span that cannot run."""
+    for span in spans:
+        if span.ids.shape[0] == 0:
+            raise ValueError("a span needs at least one token")
+        if span.table.shape[0] * block < span.end:
+            raise ValueError(f"{span.table.shape[0]} pages of {block} tokens cannot hold {span.end} tokens")
 
 
 def place(spans: list[Span], pages: KVPages) -> Batch:
     """Check the spans against the pages and find every token's slot. Raises ValueError on a span that cannot run."""
-    placed = Batch()
+    placed: Batch = []
     begin = 0
     block = pages.block_size
+    check(spans, block)
     for span in spans:
         n = span.ids.shape[0]
-        if n == 0:
-            raise ValueError("a span needs at least one token")
-        if span.table.shape[0] * block < span.end:
-            raise ValueError(f"{span.table.shape[0]} pages of {block} tokens cannot hold {span.end} tokens")
         if span.first_page is not None:
             first = span.first_page * block + span.start
             slots: slice | Tensor = slice(first, first + n)
@@ -104,3 +88,25 @@ def place(spans: list[Span], pages: KVPages) -> Batch:
         placed.append(Placed(span, begin, begin + n, slots))
         begin += n
     return placed
+
+
+def place_media(x: Tensor, spans: Sequence[Span]) -> None:
+    """Put each span's media rows in place of its embeddings, x [tokens, hidden]. Raises ValueError if they leave it."""
+    begin = 0
+    for span in spans:
+        count = span.ids.shape[0]
+        for offset, rows in span.media:
+            if offset < 0 or offset + rows.shape[0] > count:
+                raise ValueError(f"{rows.shape[0]} media rows at {offset} leave their span of {count} tokens")
+            x[begin + offset : begin + offset + rows.shape[0]] = rows.to(x.dtype)
+        begin += count
+
+
+def wanted_rows(spans: Sequence[Span], logits: str | Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many of each span's last tokens get logits ("last", "all", or a number for each), and where all these stand
+    in the batch.
+    """
+    sizes = [span.ids.shape[0] for span in spans]
+    rows = list(logits) if not isinstance(logits, str) else sizes if logits == "all" else [1] * len(spans)
+    ends = accumulate(sizes)
+    return rows, [place for end, count in zip(ends, rows, strict=True) for place in range(end - count, end)]

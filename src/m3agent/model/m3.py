@@ -11,9 +11,11 @@ from torch import Tensor
 
 from m3agent.kernels.linear import linear
 from m3agent.kernels.norm_rope import paired_rope_table
-from m3agent.model.batch import Span, place
+from m3agent.model import fused
+from m3agent.model.batch import Span, place, place_media, wanted_rows
 from m3agent.model.config import M3Config
 from m3agent.model.decode import decode_token
+from m3agent.model.graphs import DecodeGraphs
 from m3agent.model.pages import KVPages
 from m3agent.model.text import decoder_layer, gained_norm
 from m3agent.model.vision import Grid, encode_patches
@@ -44,6 +46,7 @@ class M3Model:
         self.weights = build_weights(config, tensors, dtype, self.device)
         self.fingerprint = self.weights.fingerprint
         self._rope: tuple[Tensor, Tensor] = self._rope_table(1024)
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def forward(
@@ -56,28 +59,42 @@ class M3Model:
         for a span that its page table cannot hold or whose media rows do not fit.
         """
         t, w = self.config.text, self.weights
+        if fused.supported(w, t, pages):
+            return self._forward_fused(spans, pages, logits)
+        spans = [span.to(self.device) for span in spans]
         batch = place(spans, pages)
         x = F.embedding(spans[0].ids if len(spans) == 1 else torch.cat([span.ids for span in spans]), w.embed).to(
             self.dtype
         )
-        for p in batch:
-            for offset, rows in p.span.media:
-                if offset < 0 or p.begin + offset + rows.shape[0] > p.end:
-                    raise ValueError(
-                        f"{rows.shape[0]} media rows at {offset} leave their span of {p.end - p.begin} tokens"
-                    )
-                x[p.begin + offset : p.begin + offset + rows.shape[0]] = rows.to(x.dtype)
+        place_media(x, spans)
         rope = self._rope_rows(spans)
         if x.shape[0] == 1 and x.dtype is torch.float32 and x.device.type == "cpu":
             return [decode_token(x, w, t, rope, batch, pages)]
         for layer, layer_weights in enumerate(w.layers):
             x = decoder_layer(x, layer_weights, layer, t, rope, batch, pages)
-        rows = [1 if logits == "last" else p.end - p.begin for p in batch] if isinstance(logits, str) else list(logits)
+        rows, places = wanted_rows(spans, logits)
         if x.shape[0] > sum(rows):
-            places = [place for p, n in zip(batch, rows, strict=True) for place in range(p.end - n, p.end)]
             x = x[torch.tensor(places, device=x.device)]
         out = linear(gained_norm(x, w.norm, t.rms_norm_eps), w.head).float()
         return list(out.split(rows))
+
+    def _forward_fused(self, spans: list[Span], pages: KVPages, logits: str | Sequence[int]) -> list[Tensor]:
+        """The same on a GPU, where decode steps are replayed."""
+        t, w = self.config.text, self.weights
+        self._reach(max(span.end for span in spans))
+        if self._graphs is None or self._graphs.pages is not pages or self._graphs.rope is not self._rope:
+            self._graphs = DecodeGraphs(w, t, self._rope, pages)
+        if (out := self._graphs.logits(spans)) is not None:
+            return list(out.split(1))
+        inputs = fused.place_on_device(spans, pages.block_size, self.device)
+        x = F.embedding(inputs.ids, w.embed)
+        place_media(x, spans)
+        x, delta = fused.hidden_states(x, inputs, w, t, self._rope, pages)
+        rows, places = wanted_rows(spans, logits)
+        if x.shape[0] > sum(rows):
+            index = torch.tensor(places, pin_memory=x.is_cuda).to(x.device, non_blocking=True)
+            x, delta = x[index], delta[index]
+        return list(fused.head_logits(x, delta, w, t).split(rows))
 
     @torch.inference_mode()
     def encode_media(self, pixels: Tensor, grids: list[Grid]) -> Tensor:
@@ -100,8 +117,7 @@ class M3Model:
     def _rope_rows(self, spans: list[Span]) -> tuple[Tensor, Tensor]:
         """cos and sin for every token of the batch, [tokens, 1, rotary]; the table grows as contexts do."""
         longest = max(span.end for span in spans)
-        if longest > self._rope[0].shape[0]:
-            self._rope = self._rope_table(max(longest, 2 * self._rope[0].shape[0]))
+        self._reach(longest)
         cos, sin = self._rope
         if len(spans) == 1:
             return cos[spans[0].start : longest], sin[spans[0].start : longest]
@@ -109,6 +125,10 @@ class M3Model:
             torch.cat([cos[span.start : span.end] for span in spans]),
             torch.cat([sin[span.start : span.end] for span in spans]),
         )
+
+    def _reach(self, position: int) -> None:
+        if position > self._rope[0].shape[0]:
+            self._rope = self._rope_table(max(position, 2 * self._rope[0].shape[0]))
 
     def _rope_table(self, positions: int) -> tuple[Tensor, Tensor]:
         t = self.config.text

@@ -1,4 +1,7 @@
-"""One decoder layer: attention, then MLP or experts. Projections run over the whole batch, attention by span."""
+"""One decoder layer: attention, then MLP or experts. Projections run over the whole batch, attention by span.
+
+This is the meaning, and what runs on the CPU; fused.py does the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m3agent.kernels import msa
 from m3agent.kernels.attention import causal_attention
 from m3agent.kernels.experts import gated_mlp, routed_experts
 from m3agent.kernels.linear import linear
@@ -72,8 +74,6 @@ def attend(
         v_slots[p.slots] = v[here]
         if ik is not None and ik_slots is not None:
             ik_slots[p.slots] = ik[here]
-    if msa.supported(q, k_pages, ik_pages, t.local_blocks):
-        return attend_on_gpu(q, iq, k_pages, v_pages, ik_pages, t, batch).flatten(1)
     outs: list[Tensor] = []
     for p in batch:
         here = slice(p.begin, p.end)
@@ -84,21 +84,6 @@ def attend(
         else:
             outs.append(sparse_span(q[here], iq[here], k_pages, v_pages, ik_pages, p, t))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
-
-
-def attend_on_gpu(
-    q: Tensor, iq: Tensor | None, k: Tensor, v: Tensor, ik: Tensor | None, t: TextConfig, batch: Batch
-) -> Tensor:
-    """The same as span by span, by the fast kernels: one-token spans together. Returns [tokens, heads, head_dim]."""
-    choice = msa.Choice(t.topk_blocks, t.local_blocks, t.init_blocks)
-    outs: list[Tensor] = []
-    for g in batch.groups:
-        here = slice(g.begin, g.end)
-        if iq is None or ik is None:
-            outs.append(msa.full(q[here], k, v, g.paged))
-        else:
-            outs.append(msa.sparse(q[here], iq[here], k, v, ik, g.paged, choice))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def split_heads(

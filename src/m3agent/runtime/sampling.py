@@ -88,7 +88,7 @@ def choose(
     if sampling.temperature == 0.0 or sampling.top_k == 1:
         token = top if allowed is None else int(open_logits.argmax())
     else:
-        token = _draw(open_logits, sampling, source)
+        token = draw(open_logits, sampling, source)
     mass = float(np.exp(logits - np.float32(peak)).sum(dtype=np.float64))
     return token, float(logits[token]) - peak - math.log(mass)
 
@@ -120,7 +120,8 @@ def kept_tokens(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArra
     return ids, weights / weights.sum()
 
 
-def _draw(logits: NDArray[np.float32], sampling: Sampling, source: torch.Generator) -> int:
+def draw(logits: NDArray[np.float32], sampling: Sampling, source: torch.Generator) -> int:
+    """One place of logits [n], for temperature > 0."""
     ids, probabilities = kept_tokens(logits, sampling)
     point = torch.rand((), generator=source, dtype=torch.float64).item()
     place = int(np.searchsorted(np.cumsum(probabilities), point, side="right"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from m3agent.runtime.request import Request
 
 CHUNK = 256  # tokens, on a CPU: more of them gain nothing
-GPU_CHUNK = 8192
+GPU_CHUNK = 8192  # a large model's experts need as many rows to be worth their bytes
 SLOWER = 1.8  # a step with prompt tokens takes so many times as long as one without, on average
 
 

@@ -21,6 +21,7 @@ from m3agent.runtime.queues import Queues
 from m3agent.runtime.request import Request, Token
 from m3agent.runtime.sampling import choose
 from m3agent.runtime.scheduler import CHUNK, GPU_CHUNK, Pace, Work, plan
+from m3agent.runtime.shortlist import WIDTH, Shortlist, choose_short, shortlists
 from m3agent.runtime.speculate import LENGTHS, Speculation
 
 # end(request, finish, error, logits)
@@ -69,9 +70,10 @@ class Steps:
         self.count += 1
         began, said = time.perf_counter(), self.output
         flops = sum(span_flops(self._text, span.start, span.ids.shape[0]) for span in spans)
-        for piece, logits in zip(work, self._forward(work, spans), strict=True):
+        outputs = self._forward(work, spans)
+        for piece, logits, best in zip(work, outputs, self._likeliest(work, outputs), strict=True):
             if logits is not None:
-                self._take(piece, logits)
+                self._take(piece, logits, best)
         seconds = time.perf_counter() - began
         prompts = sum(piece.count for piece in work) - decodes
         self.meter.learn(StepTime(began, seconds, prompts, self.output - said, flops))
@@ -80,17 +82,23 @@ class Steps:
         elif plain is not None:
             self._pace.learn(prompts, seconds, plain)
 
-    def sample(self, request: Request, logits: Tensor) -> None:
-        """The next token of a request, from logits [vocab] on the CPU."""
+    def sample(self, request: Request, logits: Tensor, best: Shortlist | None = None) -> None:
+        """The next token of a request, from logits [vocab] on any device, or from the likeliest alone."""
         if request.sampling.max_tokens == 0:
-            self._end(request, "length", None, logits)
-        elif (token := self._chosen(request, logits)) is not None:
+            self._end(request, "length", None, logits.to("cpu", torch.float32))
+        elif (token := self._chosen(request, logits, best)) is not None:
             self._emit(request, token)
 
-    def _chosen(self, request: Request, logits: Tensor) -> Token | None:
+    def _chosen(self, request: Request, logits: Tensor, best: Shortlist | None = None) -> Token | None:
         try:
             allowed = None if request.guide is None else request.guide.allowed()
-            token, logprob = choose(logits.numpy(), request.sampling, request.random, allowed)
+            found = None
+            if best is not None and allowed is None:
+                found = choose_short(best, request.sampling, request.random)
+            if found is None:
+                row = logits.to("cpu", torch.float32).numpy()
+                found = choose(row, request.sampling, request.random, allowed)
+            token, logprob = found
             if request.guide is not None:
                 request.guide.accept(token)
             return Token(token, logprob)
@@ -106,7 +114,25 @@ class Steps:
         elif request.made == request.sampling.max_tokens:
             self._end(request, "length", None, None)
 
-    def _take(self, piece: Work, logits: Tensor) -> None:
+    def _likeliest(self, work: list[Work], outputs: list[Tensor | None]) -> list[Shortlist | None]:
+        """On a GPU, for the pieces that end in a token without having been drafted."""
+        found: list[Shortlist | None] = [None] * len(work)
+        if self.model.device.type != "cuda":
+            return found
+        last = {
+            number: logits[-1]
+            for number, (piece, logits) in enumerate(zip(work, outputs, strict=True))
+            if logits is not None and not piece.draft and piece.count == len(piece.request.pending)
+        }
+        if last:
+            greedy = all(work[number].request.sampling.temperature == 0.0 for number in last)
+            for number, best in zip(
+                last, shortlists(torch.stack([*last.values()]), 1 if greedy else WIDTH), strict=True
+            ):
+                found[number] = best
+        return found
+
+    def _take(self, piece: Work, logits: Tensor, best: Shortlist | None) -> None:
         """What came of one piece of work."""
         request = piece.request
         prefill = not request.made
@@ -116,11 +142,10 @@ class Steps:
             self.recomputed += again
         if request.pending or request.cancelled:
             return
-        rows = logits.to("cpu", torch.float32)
         if piece.draft:
-            self._check(request, piece.draft, rows)
+            self._check(request, piece.draft, logits.to("cpu", torch.float32))
         else:
-            self.sample(request, rows[-1])
+            self.sample(request, logits[-1], best)
 
     def _check(self, request: Request, draft: Sequence[int], rows: Tensor) -> None:
         """rows: logits [1 + drafted, vocab]. A drafted token stands when it is the one that is chosen in its place: so
@@ -172,8 +197,9 @@ class Steps:
             media = self.features.inside(request.runs, start, end) if request.runs else []
             if not self._queues.reserve(request, end + len(piece.draft)):
                 return None
-            ids = torch.tensor([*request.pending[: piece.count], *piece.draft], device=self.model.device)
-            return Span(ids, start, table.tensor(self.model.device), media)
+            # On the host: a GPU's batch goes over in one copy.
+            ids = torch.tensor([*request.pending[: piece.count], *piece.draft])
+            return Span(ids, start, table.tensor(ids.device), media)
         except Exception as error:
             self._end(request, "error", error, None)
             return None
