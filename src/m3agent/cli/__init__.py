@@ -1,4 +1,4 @@
-"""The command line: `m3agent demo`, `m3agent chat`, `m3agent doctor`; each command has a file of its own.
+"""The command line: `m3agent demo`, `chat`, `doctor`, `top`, `cache`; each command has a file of its own.
 
 Needs the `cli` extra (typer and rich), which the library itself never imports.
 """

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from m3agent.errors import M3Error
+from m3agent.cli.cache import cache
+from m3agent.cli.errors import plain_errors
 
 app = typer.Typer(
     help="A natively multimodal agent inside a Python program.",
@@ -19,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache, name="cache")
 
 Model = Annotated[
     str | None, typer.Option(help="A checkpoint folder or hub id; without it the embedded m3-nano.", metavar="FOLDER")
@@ -38,7 +37,7 @@ def demo(
     """Look at a picture, write SVG for it, look at the render, correct it; keep a film strip of all drafts."""
     from m3agent.cli.demo import Demo
 
-    with _plain_errors():
+    with plain_errors():
         Demo(Console(highlight=False), image, out, seed, rounds, model).run()
 
 
@@ -52,7 +51,7 @@ def chat(
     """Talk with the model; pictures by /image FILE, /quit or Ctrl-D to end, Ctrl-C to stop an answer."""
     from m3agent.cli.chat import Chat
 
-    with _plain_errors():
+    with plain_errors():
         Chat(Console(highlight=False), model, image or []).run()
 
 
@@ -73,16 +72,5 @@ def top(
     """Watch the runtimes that programs opened with Runtime.open(monitor=True): requests, speed, cache, sequences."""
     from m3agent.cli.top import show
 
-    with _plain_errors():
+    with plain_errors():
         show(Console(highlight=False), once=once, as_json=as_json, seconds=every)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        yield
-    except M3Error as error:
-        print(f"m3agent: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
