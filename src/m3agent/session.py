@@ -200,8 +200,8 @@ class Session:
     async def save(self, path: str | PathLike[str], *, pages: bool = False) -> None:
         """Write the session to one file, from which `agent.restore(path)` goes on, here or elsewhere.
 
-        pages: the KV cache's pages of it, too, so that nothing is computed again; they are large (for m3-nano 3 KiB a
-        token, for MiniMax-M3 124).
+        pages: the KV cache's pages of it, too, so that nothing is computed again; they are large (for m3-nano 7 KiB a
+        token, for MiniMax-M3 134).
         Raises SessionBusy during a run, SessionFileError (the file that was there stays), RuntimeClosed.
         """
         self._check_idle("a session cannot be saved during a run")

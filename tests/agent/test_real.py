@@ -185,7 +185,7 @@ async def test_stream_03_a_dropped_stream_stops_the_model(runtime: m3.Runtime, s
     async for _ in session.stream("go"):
         break
     with anyio.fail_after(5):
-        while runtime.stats().active_requests:
+        while (stats := runtime.stats()).active_requests or stats.waiting_requests:
             await anyio.sleep(0.005)
     script.clear()
     say(script, runtime, "Still here.")

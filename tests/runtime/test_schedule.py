@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import pytest
@@ -14,7 +16,7 @@ from m3agent.errors import ContextOverflow, Overloaded, RuntimeClosed
 from m3agent.model import KVPages, M3Model, Span
 from m3agent.runtime import Runtime, Sampling, Sequence
 from m3agent.runtime.runtime import Opening
-from m3agent.runtime.scheduler import CHUNK, Pace
+from m3agent.runtime.scheduler import CHUNK, PIECE, Pace, plan
 from tests.runtime.test_engine import Gate
 from tests.runtime.tiny import uncached_logits, watch
 
@@ -41,6 +43,12 @@ def sequence_of(runtime: Runtime, tokens: list[int], priority: int = 0) -> Seque
     sequence.append(tokens)
     sequence.priority = priority
     return sequence
+
+
+def calls(runtime: Runtime) -> int:
+    """Those that run and those that wait."""
+    stats = runtime.stats()
+    return stats.active_requests + stats.waiting_requests
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -103,7 +111,7 @@ async def test_prompts_of_higher_priority_are_computed_first(opening: Open) -> N
             await gate.reached()
             for priority in (0, -3, 7, 2):
                 group.start_soon(run, priority)
-            await until(lambda: runtime.stats().active_requests == 5)
+            await until(lambda: calls(runtime) == 5)
             gate.open.release(99)
         assert done == [7, 2, 0, -3]
 
@@ -123,7 +131,7 @@ async def test_calls_beyond_max_active_wait_and_the_first_of_the_highest_priorit
         async with anyio.create_task_group() as group:
             for number, priority in enumerate((0, 0, 0, 5, 0)):
                 group.start_soon(run, number, priority)
-                await until(lambda number=number: runtime.stats().active_requests == number + 1)
+                await until(lambda number=number: calls(runtime) == number + 1)
             gate.open.release(999)
         assert began[2:] == [3, 2, 4]
         assert max(len(step) for step in gate.steps) == 2
@@ -138,7 +146,7 @@ async def test_calls_beyond_max_waiting_are_refused_at_once_and_nothing_is_lost(
             group.start_soon(said, sequence_of(runtime, prompt(5)), 2)
             await gate.reached()
             group.start_soon(said, sequence_of(runtime, prompt(6)), 2)
-            await until(lambda: runtime.stats().active_requests == 2)
+            await until(lambda: calls(runtime) == 2)
             with pytest.raises(Overloaded, match="2 calls run or wait"):
                 await said(refused, 2)
             gate.open.release(999)
@@ -159,13 +167,13 @@ async def test_a_waiting_call_can_be_cancelled_and_closed(opening_with: Open) ->
                     await said(closes, 2)
 
             group.start_soon(closed)
-            await until(lambda: runtime.stats().active_requests == 2)
+            await until(lambda: calls(runtime) == 2)
             gate.open.release(999)
             with anyio.move_on_after(0):
                 await said(waits, 2)
             closes.close()
         assert len(await said(waits, 2)) == 2
-        assert runtime.stats().active_requests == 0
+        assert calls(runtime) == 0
 
 
 async def test_a_sequence_whose_logits_are_known_waits_like_the_others(opening_with: Open, model: M3Model) -> None:
@@ -183,7 +191,7 @@ async def test_a_sequence_whose_logits_are_known_waits_like_the_others(opening_w
             group.start_soon(said, sequence_of(runtime, prompt(5)), 4)
             await gate.reached()
             group.start_soon(run)
-            await until(lambda: runtime.stats().active_requests == 2)
+            await until(lambda: calls(runtime) == 2)
             gate.open.release(999)
         assert answers[0][0] == expected
 
@@ -199,7 +207,7 @@ async def test_pages_of_calls_that_wait_serve_those_that_run(opening_with: Open,
             group.start_soon(said, sequence_of(runtime, prompt(50, 1)), 180)
             await gate.reached()
             group.start_soon(said, waiting, 3)
-            await until(lambda: runtime.stats().active_requests == 2)
+            await until(lambda: calls(runtime) == 2)
             gate.open.release(9999)
         tokens = waiting.tokens
         expected = uncached_logits(model, tokens)
@@ -358,3 +366,48 @@ async def test_faults_at_random_steps_end_nobody_else(opening: Open, model: M3Mo
         assert right
         stats = runtime.stats()
         assert (stats.used_pages, stats.active_requests) == (0, 0)
+
+
+# What a step is made of ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    cached: int = 0
+
+
+@dataclass
+class Prompt:
+    """As much of a request as the plan looks at."""
+
+    pending: list[int]
+    computed: int = 0
+    priority: int = 0
+    table: Table = field(default_factory=Table)
+
+
+def counts(work: list[Any]) -> list[int]:
+    return [piece.count for piece in work]
+
+
+def test_a_short_prompt_comes_in_larger_pieces_than_a_long_one() -> None:
+    decode, short, long = Prompt([1]), Prompt([1] * 300), Prompt([1] * 5000)
+    rest = Prompt([1] * 500, computed=4500)  # the end of a long one is no short one
+    assert counts(plan([decode, short], CHUNK, 3)) == [1, PIECE]  # type: ignore[list-item]
+    assert counts(plan([decode, long], CHUNK, 3)) == [1, 3]  # type: ignore[list-item]
+    assert counts(plan([decode, rest], CHUNK, 3)) == [1, 3]  # type: ignore[list-item]
+    assert counts(plan([decode, short, Prompt([1] * 300)], CHUNK, 3)) == [1, PIECE]  # type: ignore[list-item]
+    assert counts(plan([decode, short], CHUNK, 200)) == [1, 200]  # type: ignore[list-item]
+    assert counts(plan([decode, short, long], CHUNK, 0)) == [1]  # type: ignore[list-item]
+    assert counts(plan([Prompt([1] * 300)], CHUNK, 3)) == [CHUNK]  # type: ignore[list-item]
+
+
+def test_who_got_tokens_stands_behind_the_others_the_next_time() -> None:
+    decode, first, second = Prompt([1]), Prompt([1] * 5000), Prompt([2] * 5000)
+    active = [decode, first, second]
+    assert plan(active, CHUNK, 3)[1].request is first  # type: ignore[arg-type]
+    assert plan(active, CHUNK, 3)[1].request is second  # type: ignore[arg-type]
+    high = Prompt([3] * 5000, priority=1)
+    active.append(high)
+    assert plan(active, CHUNK, 3)[1].request is high  # type: ignore[arg-type]
+    assert plan(active, CHUNK, 3)[1].request is high  # type: ignore[arg-type]

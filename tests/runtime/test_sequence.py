@@ -323,7 +323,7 @@ async def test_what_is_forgotten_gives_its_pages_back(opening: Open) -> None:
         del stream
         gc.collect()
         with anyio.fail_after(5):
-            while runtime.stats().used_pages or runtime.stats().active_requests:
+            while (stats := runtime.stats()).used_pages or stats.active_requests or stats.waiting_requests:
                 await anyio.sleep(0.001)
 
 

@@ -9,6 +9,8 @@ from m3agent.runtime.request import Request
 
 CHUNK = 256  # tokens, on a CPU: more of them gain nothing
 GPU_CHUNK = 8192  # a large model's experts need as many rows to be worth their bytes
+SHORT = 1024  # tokens; a prompt with no more new ones is done soon, and does not wait for the pace of long ones
+PIECE = 64  # tokens of a short prompt in a step with decodes, at least
 SLOWER = 1.8  # a step with prompt tokens takes so many times as long as one without, on average
 
 
@@ -50,7 +52,8 @@ def plan(active: list[Request], chunk: int, beside: int) -> list[Work]:
 
     chunk: prompt tokens of a step, where it has no decodes. A prompt is then cut at the multiples of this and never
     smaller to fit in: so how a lone one is cut depends on positions alone, and with it the rounding of its results.
-    beside: prompt tokens of a step with decodes.
+    beside: prompt tokens of a step with decodes; a short prompt may have more, since all of them together take longer
+    the smaller the pieces are.
     """
     work = [Work(request, 1) for request in active if len(request.pending) == 1]
     decodes = bool(work)
@@ -59,9 +62,10 @@ def plan(active: list[Request], chunk: int, beside: int) -> list[Work]:
     for request in sorted(prompts, key=lambda request: -request.priority):
         count = min(len(request.pending), chunk - request.table.cached % chunk)
         if decodes:
-            count = min(count, budget)
-        if 0 < count <= budget:
-            budget -= count
+            whole = request.computed + len(request.pending)
+            count = min(count, max(budget, PIECE) if whole <= SHORT and budget == beside > 0 else budget)
+        if 0 < count <= max(budget, PIECE if decodes else 0):
+            budget = max(0, budget - count)
             work.append(Work(request, count))
             active.remove(request)
             active.append(request)
