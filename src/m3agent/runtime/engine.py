@@ -45,12 +45,14 @@ class Engine:
         *,
         context: int,
         tiers: Tiers | None = None,
+        eight_bit: bool = False,
         max_active: int | None = None,
         max_waiting: int | None = None,
     ) -> None:
         self._inbox: SimpleQueue[Request | Fetched | Job | None] = SimpleQueue()
-        root = root_key(model.fingerprint, str(model.dtype), pages.block_size)
-        self.cache = KVCache(pages, root, self._relax_one, tiers)
+        kind = f"{model.dtype}, 8 bits below" if eight_bit else str(model.dtype)
+        root = root_key(model.fingerprint, kind, pages.block_size)
+        self.cache = KVCache(pages, root, self._relax_one, tiers, eight_bit)
         self.context = context
         self._dropped: deque[BlockTable] = deque()  # from finalizers, which may take no lock
         self._lock = threading.Lock()

@@ -63,6 +63,7 @@ class Runtime:
         cache_tokens: int | None = None,
         host_cache: int | None = None,
         disk_cache: DiskStore | None = None,
+        eight_bit_tiers: bool = False,
         max_active: int | None = None,
         max_waiting: int | None = None,
         name: str = "minimax-m3",
@@ -91,6 +92,7 @@ class Runtime:
             KVPages.allocate(self.config, pages, model.dtype, model.device),
             context=context,
             tiers=_tiers(model.device, host_cache, disk_cache),
+            eight_bit=eight_bit_tiers,
             max_active=max_active,
             max_waiting=max_waiting,
         )
@@ -107,6 +109,7 @@ class Runtime:
         host_cache: int | None = None,
         disk_cache: str | Path | bool = False,
         disk_limit: int | None = DISK_LIMIT,
+        eight_bit_tiers: bool = False,
         max_active: int | None = None,
         max_waiting: int | None = None,
         monitor: bool = False,
@@ -120,13 +123,14 @@ class Runtime:
         host_cache: bytes of the host's memory for pages that leave the device; None is a quarter of it for a GPU, and
         none on a CPU, where pages are in it anyway. disk_cache: a folder for pages that outlive the process, True for
         the user's cache folder (see `m3agent cache`); any number of runtimes may share it. disk_limit: its bytes, None
-        for no limit.
+        for no limit. eight_bit_tiers: keep keys and values in 8 bits in the host's memory and on the disk, which takes
+        half the space (a third, on a CPU); what comes back from there is no longer exact, see docs/cache.md.
         max_active: calls that generate at a time, None for any number; more wait for their turn. max_waiting: how many
         may; beyond, a call raises Overloaded at once. None for any number. monitor: let `m3agent top` see it.
         progress(done, total, tensor name), in bytes, is called in the loading thread.
         Awaiting raises CheckpointError, ConfigError, CacheError, MissingDependency. Being cancelled stops the loading.
         """
-        cache = CacheSizes(cache_tokens, host_cache, disk_cache, disk_limit)
+        cache = CacheSizes(cache_tokens, host_cache, disk_cache, disk_limit, eight_bit_tiers)
         crowd = Crowd(max_active, max_waiting)
 
         def load(watch: Progress) -> Runtime:
@@ -220,6 +224,7 @@ class CacheSizes:
     host: int | None
     disk: str | Path | bool
     disk_limit: int | None
+    eight_bit: bool
 
     def open_disk(self) -> DiskStore | None:
         if self.disk is False:
@@ -293,6 +298,7 @@ def _load(
         cache_tokens=cache.device_tokens,
         host_cache=cache.host,
         disk_cache=disk,
+        eight_bit_tiers=cache.eight_bit,
         max_active=crowd.active,
         max_waiting=crowd.waiting,
         name="m3-nano" if name is None else str(name),

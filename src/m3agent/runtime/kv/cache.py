@@ -15,6 +15,7 @@ from torch import Tensor
 
 from m3agent.errors import ContextOverflow
 from m3agent.model.pages import KVPages
+from m3agent.runtime.kv.eight_bit import pack, unpack
 from m3agent.runtime.kv.keys import Identity, page_key
 from m3agent.runtime.kv.layout import export_page, import_page
 from m3agent.runtime.kv.pool import PagePool
@@ -29,7 +30,14 @@ class KVCache:
     relax() takes the pages from the sequence that was idle for longest; False when no idle one holds any.
     """
 
-    def __init__(self, pages: KVPages, root: bytes, relax: Callable[[], bool], tiers: Tiers | None = None) -> None:
+    def __init__(
+        self,
+        pages: KVPages,
+        root: bytes,
+        relax: Callable[[], bool],
+        tiers: Tiers | None = None,
+        eight_bit: bool = False,
+    ) -> None:
         self.pool = PagePool(pages.pages)
         self.page_tokens = pages.block_size
         self.index = PrefixIndex(self.pool, self.page_tokens)
@@ -37,6 +45,7 @@ class KVCache:
         self.tiers = tiers
         self._root = root
         self._relax = relax
+        self._eight_bit = eight_bit  # in the tiers
 
     def new_table(self) -> BlockTable:
         return BlockTable(self.pool, self.page_tokens, self._root)
@@ -83,7 +92,8 @@ class KVCache:
         """Take over one full page that a tier delivered; False when there is no room or it is not of this model."""
         try:
             fresh = self._fresh(table)
-            self._fill(fresh, lambda: import_page(self.pages, fresh, payload))
+            page = unpack(payload, self.pages.k[0].dtype)
+            self._fill(fresh, lambda: import_page(self.pages, fresh, page))
         except (ContextOverflow, ValueError):
             return False
         table.adopt([fresh], [])
@@ -117,9 +127,14 @@ class KVCache:
         if self.tiers is not None:
             for number, key in islice(enumerate(table.keys), table.stored, None):
                 if self.tiers.wanted(key):
-                    payload = export_page(self.pages, table.pages[number])
+                    payload = self._export(table.pages[number])
                     self.tiers.write(key, table.key(number - 1), payload, cost(number))
             table.stored = len(table.keys)
+
+    def _export(self, page: int) -> dict[str, Tensor]:
+        """As the tiers have it."""
+        payload = export_page(self.pages, page)
+        return pack(payload) if self._eight_bit else payload
 
     def _fresh(self, table: BlockTable) -> int:
         self._make_room(1)
@@ -144,5 +159,5 @@ class KVCache:
         # A few more than needed, so that not every new page has to look for what can go.
         for entry in self.index.evict(max(wanted - self.pool.free, self.pool.total // 256)):
             if self.tiers is not None and entry.key is not None:
-                export = partial(export_page, self.pages, entry.page)
+                export = partial(self._export, entry.page)
                 self.tiers.demote(entry.key, entry.before, export, cost(entry.depth))
