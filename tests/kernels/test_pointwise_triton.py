@@ -13,7 +13,7 @@ from tests.kernels.triton_device import DEVICE, poisoned
 
 pytest.importorskip("triton")
 
-from m3agent.kernels import norm_rope_triton, norm_triton, router_triton, swiglu_triton
+from m3agent.kernels import best_triton, norm_rope_triton, norm_triton, router_triton, swiglu_triton
 
 # The interpreter cuts to bfloat16 where a GPU rounds.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -92,3 +92,23 @@ def test_swiglu_rows(n: int, width: int) -> None:
     with poisoned():
         found = swiglu_triton.swiglu_rows(rows, 1.702, 7.0)
     near(found, swiglu_oai(*rows.float().chunk(2, -1)))
+
+
+@pytest.mark.parametrize("width", [7, 1024, 70_001])
+def test_best_of_rows(width: int) -> None:
+    rows = normal(4, width).bfloat16().float()
+    rows[1] = 2.0
+    rows[2, width // 2 :] = float("-inf")
+    with poisoned():
+        found = best_triton.best_of_rows(rows)
+    assert found[:, 2].tolist() == rows.argmax(-1).tolist()
+    assert torch.equal(found[:, 1], rows.amax(-1))
+    torch.testing.assert_close(found[:, 0], rows.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_no_numbers_are_told(bad: float) -> None:
+    rows = normal(2, 3000)
+    rows[0, 2000] = bad
+    assert best_triton.best_of_rows(rows)[:, 0].isfinite().tolist() == [False, True]

@@ -153,11 +153,11 @@ def _mlp(x: Tensor, w: DenseWeights | MoeWeights, t: TextConfig) -> Tensor:
 
     if isinstance(w, DenseWeights):
         return _linear(_activated(x, w, t), w.down)
+    down = w.shared.down
+    assert isinstance(down, Tensor)
     logits = F.linear(x.float(), w.router)
     chosen, weights = choose(logits, w.bias, t.num_experts_per_tok, t.routed_scaling_factor)
     routed = routed_experts(x, chosen, weights, w.gate_up, w.down, t.swiglu_alpha, t.swiglu_limit)
-    down = w.shared.down
-    assert isinstance(down, Tensor)
     return torch.addmm(routed, _activated(x, w.shared, t), down.T)
 
 

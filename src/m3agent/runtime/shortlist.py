@@ -30,19 +30,27 @@ class Shortlist:
 
 def shortlists(rows: Tensor, width: int) -> list[Shortlist]:
     """rows: [n, vocab] float32 on any device; width: how many tokens of each, at most. One copy to the host."""
-    if width == 1:
-        ids = rows.argmax(-1, keepdim=True)  # the first one of equal logits
-        values = rows.gather(-1, ids)
-    else:
-        values, ids = rows.topk(min(width, rows.shape[1]))
-    # Ids below 2^24 are exact as float32.
-    found = torch.cat((rows.logsumexp(-1, keepdim=True), values, ids.float()), -1).cpu().numpy()
+    found = _found(rows, width).cpu().numpy()
     made: list[Shortlist] = []
     for row in found:
         logits, numbers = row[1:].reshape(2, -1)
         order = np.argsort(numbers)
         made.append(Shortlist(numbers[order].astype(np.int64), logits[order], float(row[0])))
     return made
+
+
+def _found(rows: Tensor, width: int) -> Tensor:
+    """Each row's mass, logits and ids, all as float32: ids below 2^24 are exact."""
+    if width == 1 and rows.is_cuda:
+        from m3agent.kernels.best_triton import best_of_rows
+
+        return best_of_rows(rows)
+    if width == 1:
+        ids = rows.argmax(-1, keepdim=True)  # the first one of equal logits
+        values = rows.gather(-1, ids)
+    else:
+        values, ids = rows.topk(min(width, rows.shape[1]))
+    return torch.cat((rows.logsumexp(-1, keepdim=True), values, ids.float()), -1)
 
 
 def choose_short(best: Shortlist, sampling: Sampling, source: torch.Generator) -> tuple[int, float] | None:

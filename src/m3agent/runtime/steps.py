@@ -126,9 +126,8 @@ class Steps:
         }
         if last:
             greedy = all(work[number].request.sampling.temperature == 0.0 for number in last)
-            for number, best in zip(
-                last, shortlists(torch.stack([*last.values()]), 1 if greedy else WIDTH), strict=True
-            ):
+            rows = torch.stack([*last.values()]) if len(last) > 1 else next(iter(last.values()))[None]
+            for number, best in zip(last, shortlists(rows, 1 if greedy else WIDTH), strict=True):
                 found[number] = best
         return found
 
