@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from m3agent.errors import ToolError
@@ -140,6 +141,26 @@ async def test_what_goes_wrong(tools: BrowserTools):
     assert "more than 1 s" in (await call(tools, "evaluate", expression="(() => { for (;;); })()"))[0]
     tools._seconds = 15
     assert "“Target”" in (await call(tools, "open", url=TARGET))[0]
+
+
+async def test_a_browser_killed_in_the_middle_of_a_call(tools: BrowserTools):
+    await call(tools, "open", url=TARGET)
+    pid = tools._chromium.pid
+    assert pid is not None
+    answers: list[str] = []
+
+    async def wait() -> None:
+        answers.append((await call(tools, "evaluate", expression="new Promise(() => {})"))[0])
+
+    with anyio.fail_after(10):  # less than the toolset's own limit
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.sleep(0.3)
+            os.kill(pid, signal.SIGKILL)
+    assert "rash" in answers[0]
+    assert "Open the page again" in (await call(tools, "screenshot"))[0]  # the model is told what to do
+    assert "“Target”" in (await call(tools, "open", url=TARGET))[0]
+    assert tools._chromium.pid != pid
 
 
 async def test_render_tools():
