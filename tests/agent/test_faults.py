@@ -27,10 +27,8 @@ async def test_a_tool_that_closes_its_own_session(runtime: ScriptedRuntime) -> N
     runtime.says(block(call("leave")), "Bye")
     session = m3.Agent(runtime, tools=[leave]).session()
     with anyio.fail_after(10):
-        try:
+        with pytest.raises(m3.M3Error, match="closed"):
             await session.run("Go")
-        except m3.M3Error as error:
-            assert "closed" in str(error)
     assert runtime.closed_sequences == 1
     with pytest.raises(m3.M3Error, match="closed"):
         await session.run("Again")
@@ -63,13 +61,14 @@ async def test_a_run_cancelled_while_nobody_answers_a_question(runtime: Scripted
             tasks.start_soon(session.run, "Go")
             await asked.wait()
             tasks.cancel_scope.cancel()
-    assert ended.is_set() and not ran
+    assert ended.is_set()
+    assert not ran
     assert [part.text for part in session.messages[-1].results] == ["cancelled", "cancelled"]
     await check_goes_on(runtime, session)
 
 
 async def test_two_hundred_runs_dropped_at_random_instants_leave_nothing(tokenizer: Tokenizer) -> None:
-    """Cancelled, closed, left and forgotten: no task, thread, descriptor or sequence stays, and each session goes on."""
+    """Cancelled, closed, left and forgotten: no task, thread, file or sequence stays, and each session goes on."""
     inside = 0
 
     @m3.tool
@@ -134,7 +133,8 @@ async def test_two_hundred_runs_dropped_at_random_instants_leave_nothing(tokeniz
         for session in sessions:
             assert (await session.run("And now?")).text == "Fine"
             await session.close()
-    assert inside == 0 and runtime.closed_sequences == 201
+    assert inside == 0
+    assert runtime.closed_sequences == 201
     del sessions, session
     gc.collect()
     with anyio.fail_after(10):
